@@ -22,7 +22,7 @@ from tests.support.harness import run_ranks
 from tests.support.programs import PROGRAMS, Program
 from tests.support.sync_census import REPORTED, census
 from tests.support.training import ROWS
-from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.streams import Streams
 
 DISTURBED = ("codecs and no_sync", "no_sync of stage 2")
 
@@ -55,8 +55,8 @@ def _disturbed(rank: int, world: int) -> None:
         poisoner, sleeps = Poisoner("cpu"), Counter[str]()
         with (
             poisoner.poisoning(),
-            mock.patch.object(NoStreams, "has_lanes", True),
-            slow_lanes(NoStreams, partial(sleeps.update, ["lane"])),
+            mock.patch.object(Streams, "has_lanes", True),
+            slow_lanes(Streams, partial(sleeps.update, ["lane"])),
             slow_compute(partial(sleeps.update, ["compute"])),
         ):
             run = program.train("cpu", rank=rank, transport="gloo")

@@ -1,7 +1,7 @@
 """Ranks that are not alike: what each has and can do, and the shares that follow.
 
     measure(group, device)   on every rank: free memory, speed of products, of memory, of its link
-    resolved(...)            ``shares="memory"`` or "auto" as numbers, and a sentence about them
+    resolved(...)            ``shares="memory"`` or "auto" as numbers, and a log of why
 
 States follow memory: a rank that rests more of them costs the others nothing, since every rank
 gathers the whole and reduces the whole whatever the shares. Speed is for batches
@@ -14,6 +14,7 @@ everywhere. Cost: under two seconds for "auto", two exchanges of text for "memor
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from zeroshard.memory import synchronize
 from zeroshard.system.device import Device
 from zeroshard.system.this_host import HostMemory
 
+_log = logging.getLogger("zeroshard")
 _CALL = "zs.measure()"
 _ALIKE = 1.05  # free memory that differs by less counts as equal
 _DIGITS = 3  # of shares: more would be noise
@@ -100,23 +102,24 @@ def measure(group: dist.ProcessGroup | None = None, device: torch.device | str =
 
 def resolved(
     shares: str, group: dist.ProcessGroup | None, device: torch.device, own_bytes: int
-) -> tuple[tuple[float, ...], str]:
-    """Return `shares`, "memory" or "auto", as a number per rank of `group`, and why. Collective.
+) -> tuple[float, ...]:
+    """Return `shares`, "memory" or "auto", as a number per rank of `group`; the first rank logs
+    why. Collective.
 
     `own_bytes`: what of this rank's memory the model takes, which is about to become shards.
     """
     cluster = _gathered(group, device, rates=shares == "auto", own_bytes=own_bytes)
     numbers = cluster.memory_shares
     told = ", ".join(f"{number:.3g}" for number in numbers)
-    if len(set(numbers)) == 1:
-        why = "free memory differs by less than 5%"
-    else:
-        why = "they follow free memory"
+    is_equal = len(set(numbers)) == 1
+    why = "free memory differs by less than 5%" if is_equal else "they follow free memory"
     text = f"shares={shares!r}: states {told} ({why})"
     if shares == "auto":
         speeds = ", ".join(f"{speed:.3g}" for speed in cluster.speeds)
         text += f"; batches at the ranks' speeds: batch_shares=[{speeds}]"
-    return numbers, f"{text}\n{cluster}"
+    if group is None or group.rank() == 0:
+        _log.info("%s\n%s", text, cluster)
+    return numbers
 
 
 def free_memory(device: torch.device) -> int:
@@ -139,15 +142,14 @@ def _gathered(
         sent = _link_seconds(group, device)
         worst = [max(column) for column in zip(*of_all(sent), strict=True)]
         rank = 0 if group is None else group.rank()
-        side = _SIDES[device.type != "cpu"]
+        side, num_bytes = _SIDES[device.type != "cpu"], _COPY_BYTES[device.type != "cpu"]
         a, b = (torch.randn(side, side, device=device) for _ in range(2))
-        facts = RankFacts(
-            mine,
-            str(device),
-            2 * side**3 / _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S),
-            _copied(device),
-            _LINK_BYTES / worst[rank] if worst[rank] else float("inf"),
-        )
+        product_s = _mean_seconds(lambda: torch.matmul(a, b), device, _PRODUCT_S)
+        here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        there = torch.empty_like(here)
+        copy_s = _mean_seconds(lambda: there.copy_(here), device, _COPY_S)
+        sent_s = _LINK_BYTES / worst[rank] if worst[rank] else float("inf")
+        facts = RankFacts(mine, str(device), 2 * side**3 / product_s, num_bytes / copy_s, sent_s)
     return Cluster(tuple(RankFacts(**one) for one in of_all(asdict(facts))))
 
 
@@ -174,13 +176,6 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
     if not total:
         return (1 / len(numbers),) * len(numbers)
     return tuple(number / total for number in numbers)
-
-
-def _copied(device: torch.device) -> float:
-    num_bytes = _COPY_BYTES[device.type != "cpu"]
-    here = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    there = torch.empty_like(here)
-    return num_bytes / _mean_seconds(lambda: there.copy_(here), device, _COPY_S)
 
 
 def _mean_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -22,13 +22,13 @@ from tests.support import inside
 from tests.support.harness import is_running, run_ranks, spawn_ranks
 from tests.support.training import Sharded, batch, make_sharded, take_steps
 from zeroshard.errors import PeerLostError, StallError
-from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.streams import Streams
 from zeroshard.sharding import api
 
 STALL_S = 1.5
 
 
-class Device(NoStreams):
+class Device(Streams):
     """Lanes on which collectives are under way until `hangs` is False."""
 
     hangs = False

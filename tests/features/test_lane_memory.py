@@ -29,7 +29,7 @@ from zeroshard.comm.transport import CommSpec, ReduceRequest
 from zeroshard.core.placement import Mesh
 from zeroshard.core.work import Work
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.streams import Streams
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
 from zeroshard.state.state import DeviceMemory, FullBuffer
@@ -40,7 +40,7 @@ from zeroshard.tier.stores import HostStore
 WORLD = 8
 
 
-class Enqueuing(NoStreams):
+class Enqueuing(Streams):
     """Streams on which the host enqueues and goes on."""
 
     enqueues = has_lanes = True

@@ -13,7 +13,7 @@ from zeroshard.core.placement import Cell, Mesh
 from zeroshard.core.work import Probe
 from zeroshard.errors import StorageError
 from zeroshard.runtime.grad import Accumulator
-from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.streams import Streams
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.store import Store
 
@@ -45,7 +45,7 @@ def one_accumulator(
     )
     context: Any = SimpleNamespace(
         transport=SimpleNamespace(rank=0, size=1),
-        streams=NoStreams(),
+        streams=Streams(),
         memory=memory,
         faults=SimpleNamespace(note=note),
         leaves=None,

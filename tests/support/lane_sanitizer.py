@@ -45,7 +45,7 @@ from zeroshard import memory
 from zeroshard.comm import codec, native_transport
 from zeroshard.optim import runner
 from zeroshard.runtime import finalize, segment, shelf
-from zeroshard.runtime.streams import Event, Lane, NoStreams
+from zeroshard.runtime.streams import Event, Lane, Streams
 from zeroshard.sharding import api
 from zeroshard.state import gradient, norms
 from zeroshard.tier import stores
@@ -109,7 +109,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-class _Streams(NoStreams):
+class _Streams(Streams):
     """Streams of the sanitizer: those of an engine, or, with a prefix, of an activation store."""
 
     enqueues = has_lanes = True

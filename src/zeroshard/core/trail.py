@@ -182,8 +182,7 @@ class Trail:
 #     rank 0 of the run   a[:128]     the replay   a[:128] -> rank 0,  a[128:] -> rank 1,  their sum
 #     rank 1 of the run   a[128:]
 #
-# Pure. Cost: a range for each parameter that a rank has held a part of.
-
+# Cost: a range for each parameter that a rank has held a part of.
 
 REPLAY_FILE = "replay.json"
 REPLAY_VARIABLE = "ZEROSHARD_REPLAY"
@@ -240,8 +239,6 @@ class Replay:
 
 
 # ---------------------------------------------------------------------------- where two trails part
-# The two may be the trails of a run and of its replay.
-#
 # Invariant: nothing is compared but whole hashes, and phases in the order in which a step runs, so
 # that the first difference is where the fault is. A leaf's forward comes before its backward, and
 # units are in the order in which they were run.
@@ -249,7 +246,6 @@ class Replay:
 # A rank is blamed if its copy is not like most, or if its slice differs, where both trails cut
 # alike or a replay has cut as the run had; a replay itself never. Where that does not tell, the
 # ranks that hold the whole together are blamed.
-
 
 _ORDER = {name: place for place, name in enumerate(PHASES)}
 _ABSENT = "absent"
@@ -279,33 +275,22 @@ def _held(records: Sequence[Record], run: int) -> dict[_Key, list[Held]]:
             name = phase.partition(" ")[0]
             for unit, value in by_unit.items():
                 group = record.header.group(name, unit)
-                found = parts.setdefault((phase, unit), {}).setdefault(group, {})
-                found[record.header.rank] = value
+                of_group = parts.setdefault((phase, unit), {}).setdefault(group, {})
+                of_group[record.header.rank] = value
     of_rank = {record.header.rank: record for record in records}
-    return {
-        key: [
-            Held(run, _whole(key[0], group), group, _slices(key, [of_rank[rank] for rank in group]))
-            for group in groups.values()
-        ]
-        for key, groups in parts.items()
-    }
-
-
-def _whole(phase: str, parts: Mapping[int, str]) -> str:
-    """Return what the slices of a group add up to; of a copy there is one."""
-    if phase.partition(" ")[0] not in SLICED:
-        return next(iter(parts.values()))
-    return _sum(parts.values())
-
-
-def _slices(key: _Key, records: Sequence[Record]) -> dict[int, str]:
-    """Return the hashes of the slices that the ranks of a replayed run had."""
-    phase, unit = key
-    found: dict[int, list[str]] = {}
-    for record in records:
-        for rank, value in record.slices.get(phase, {}).get(unit, {}).items():
-            found.setdefault(rank, []).append(value)
-    return {rank: _sum(values) for rank, values in found.items()}
+    held: dict[_Key, list[Held]] = {}
+    for (phase, unit), groups in parts.items():
+        is_sliced = phase.partition(" ")[0] in SLICED
+        for of_ranks in groups.values():
+            slices: dict[int, list[str]] = {}  # that the ranks of a replayed run had
+            for rank in of_ranks:
+                for other, value in of_rank[rank].slices.get(phase, {}).get(unit, {}).items():
+                    slices.setdefault(other, []).append(value)
+            # slices of a group add up; of a copy there is one
+            whole = _sum(of_ranks.values()) if is_sliced else next(iter(of_ranks.values()))
+            sums = {other: _sum(values) for other, values in slices.items()}
+            held.setdefault((phase, unit), []).append(Held(run, whole, of_ranks, sums))
+    return held
 
 
 def _sum(values: Iterable[str]) -> str:
@@ -377,15 +362,20 @@ def compare(
         raise ValueError("these runs have no leaves: none can be compared alone")
     if unit is not None and unit not in headers[0].units:
         raise ValueError(f"there is no unit {unit!r}: there are {', '.join(headers[0].units)}")
+    ours, theirs = (header.curve for header in headers)
+    notes = tuple(
+        f"{name} is {ours[name]} in one run and {theirs.get(name, 'not set')} in the other"
+        for name in ours
+        if ours[name] != theirs.get(name)
+    )
+    found: tuple[Difference, ...] = ()
     for step in both:
-        found = tuple(
+        found = found or tuple(
             one
             for one in _differences(step, first.steps[step], second.steps[step], is_replay)
             if (leaf is None or one.leaf == leaf) and (unit is None or one.unit == unit)
         )
-        if found:
-            return Comparison(tuple(both), found, _notes(*headers))
-    return Comparison(tuple(both), (), _notes(*headers))
+    return Comparison(tuple(both), found, notes)
 
 
 def _check_comparable(step: int, first: Header, second: Header) -> None:
@@ -399,15 +389,6 @@ def _check_comparable(step: int, first: Header, second: Header) -> None:
         )
     if first.units != second.units:
         raise ValueError("the models are cut into other units")
-
-
-def _notes(first: Header, second: Header) -> tuple[str, ...]:
-    names = [name for name in first.curve if first.curve[name] != second.curve.get(name)]
-    return tuple(
-        f"{name} is {first.curve[name]} in one run and {second.curve.get(name, 'not set')} in the"
-        " other"
-        for name in names
-    )
 
 
 def _differences(

@@ -54,7 +54,13 @@ def host_memory(num_bytes: int, *, pinned: bool = False, align: int = 1) -> memo
         return memoryview(bytearray())
     # what aligning skips is never touched; a mapping starts on a page
     size = num_bytes + (align if align > mmap.PAGESIZE else 0)
-    view = _pinned(size) if pinned else memoryview(map_pages(size))
+    pages = pinned_pages() if pinned else None
+    view = None if pages is None else pages.take(size)
+    if view is None and pinned:
+        array: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        view = memoryview(array)
+    elif view is None:
+        view = memoryview(map_pages(size))
     start = -address_of(view) % align
     return view[start : start + num_bytes]
 
@@ -65,15 +71,6 @@ def pinned_pages() -> PinnedPages | None:
     accelerator = Device.accelerator()
     register = None if accelerator is None else accelerator.host_register()
     return None if register is None else PinnedPages(register)
-
-
-def _pinned(num_bytes: int) -> memoryview:
-    pages = pinned_pages()
-    view = None if pages is None else pages.take(num_bytes)
-    if view is not None:
-        return view
-    array: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return memoryview(array)
 
 
 def note_copy(tensor: torch.Tensor, copy: Mark) -> None:
@@ -205,7 +202,12 @@ class Pool:
         if best is None and pending is not None and self._excess(num_bytes) > 0:
             best = pending
         if best is None:
-            self._trim(num_bytes)
+            excess = self._excess(num_bytes)
+            while self._idle and excess > 0:
+                buffer = self._idle.pop(0)
+                if buffer.last_use is not None:
+                    buffer.last_use.wait(buffer.home)  # its allocator may give it away at once
+                excess -= buffer.num_bytes
             best = _Buffer.make(num_bytes, device)
         else:
             self._idle.remove(best)
@@ -221,14 +223,6 @@ class Pool:
         """Return by how many bytes another buffer of `num_bytes` would exceed the limit."""
         idle_bytes = sum(buffer.num_bytes for buffer in self._idle)
         return self._lent_bytes + idle_bytes + num_bytes - self._limit
-
-    def _trim(self, num_bytes: int) -> None:
-        excess = self._excess(num_bytes)
-        while self._idle and excess > 0:
-            buffer = self._idle.pop(0)
-            if buffer.last_use is not None:
-                buffer.last_use.wait(buffer.home)  # its allocator may give it away at once
-            excess -= buffer.num_bytes
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what `take` returned. What was lent before `clear` is ignored."""
@@ -319,15 +313,13 @@ def _take_back(pool: weakref.ref[Pages], pages: mmap.mmap) -> None:
 # ----------------------------------------------------------------------------------------- counting
 
 
+@dataclass(slots=True, eq=False)
 class Loan:
     """A buffer of a pool, counted until `MemoryCounter.end_loan`."""
 
-    __slots__ = ("at", "lent_again", "num_bytes")
-
-    def __init__(self, at: int, num_bytes: int) -> None:
-        self.at = at
-        self.num_bytes = num_bytes
-        self.lent_again = False  # the pool has lent its memory to somebody else meanwhile
+    at: int  # its address
+    num_bytes: int
+    lent_again: bool = False  # the pool has lent its memory to somebody else meanwhile
 
 
 class MemoryCounter:

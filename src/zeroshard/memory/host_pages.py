@@ -114,10 +114,15 @@ class PinnedPages:
         """
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            block = self._best(num_bytes)
-            if block is None:
+            fits = [block for block in self._idle if block.num_bytes >= num_bytes and block.is_free]
+            # the smallest that fits; of twice the size or more only where no other has room
+            block = min(fits, key=lambda block: block.num_bytes, default=None)
+            has_room = self._kept_bytes + num_bytes <= self._most_bytes
+            if block is None or (block.num_bytes >= 2 * num_bytes and has_room):
                 self._trim(num_bytes)
                 block = self._map(num_bytes)
+            else:
+                self._idle.remove(block)
             if block is None:
                 return None
             self._lent_bytes += block.num_bytes
@@ -182,20 +187,6 @@ class PinnedPages:
     def _kept_bytes(self) -> int:
         """Bytes that are lent or idle."""
         return self._lent_bytes + sum(block.num_bytes for block in self._idle)
-
-    def _best(self, num_bytes: int) -> _Block | None:
-        """Return, no longer idle, the smallest idle block that fits; one of twice the size or more
-        only where there is no room for another.
-        """
-        fits = [block for block in self._idle if block.num_bytes >= num_bytes and block.is_free]
-        best = min(fits, key=lambda block: block.num_bytes, default=None)
-        if best is None:
-            return None
-        has_room = self._kept_bytes + num_bytes <= self._most_bytes
-        if best.num_bytes >= 2 * num_bytes and has_room:
-            return None
-        self._idle.remove(best)
-        return best
 
     def _trim(self, num_bytes: int) -> None:
         """Release idle blocks for which there is no room beside `num_bytes` more."""

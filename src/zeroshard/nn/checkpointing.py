@@ -24,7 +24,7 @@ stay. Cost: fn twice; one copy of the inputs each way; the inputs of two calls o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,8 +72,28 @@ def _call(
 ) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    tensors: list[torch.Tensor] = []
-    run = _Runs(fn, args, kwargs, tensors)
+    leaves, spec = tree_flatten(
+        (args, kwargs), is_leaf=lambda value: type(value) not in (list, tuple, dict)
+    )
+    for leaf in filter(is_cache, leaves):
+        raise ConfigError(
+            f"a checkpointed function was given a {type(leaf).__name__}, which would be"
+            " filled twice: call the model with use_cache=False"
+        )
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    given = [(args, kwargs)]  # the first run is given the caller's containers
+
+    def run(*tensors: torch.Tensor) -> Any:
+        coming = iter(tensors)
+        if given:
+            own, named = given.pop()
+        else:
+            own, named = tree_unflatten(
+                [next(coming) if leaf is _TENSOR else leaf for leaf in leaves], spec
+            )
+        return fn(*own, **named)
+
     hooks: AbstractContextManager[Any] = nullcontext()
     if place.is_elsewhere and not _is_recomputed():
         hooks = saved_tensors_hooks(Shelf(place).pack, Shelf.unpack)
@@ -89,41 +109,6 @@ def _is_recomputed() -> bool:
     return (
         around is not None and getattr(around[0], "__module__", "") == torch_checkpoint.__module__
     )
-
-
-class _Runs:
-    """`fn` as a function of its `tensors`; the first run is given the caller's containers."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> None:
-        self._fn = fn
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._leaves, self._spec = tree_flatten(
-            (args, kwargs), is_leaf=lambda value: type(value) not in (list, tuple, dict)
-        )
-        for place, leaf in enumerate(self._leaves):
-            if isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-                self._leaves[place] = _TENSOR
-            elif is_cache(leaf):
-                raise ConfigError(
-                    f"a checkpointed function was given a {type(leaf).__name__}, which would be"
-                    " filled twice: call the model with use_cache=False"
-                )
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        given, self._given = self._given, None
-        if given is None:
-            coming = iter(tensors)
-            leaves = [next(coming) if leaf is _TENSOR else leaf for leaf in self._leaves]
-            given = tree_unflatten(leaves, self._spec)
-        args, kwargs = given
-        return self._fn(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------------- a model's blocks
@@ -175,7 +160,7 @@ def checkpoint_blocks(
 
 def uncheckpoint_blocks(model: nn.Module) -> list[str]:
     """Undo `checkpoint_blocks`; return the names. Raises StateError for a replaced forward."""
-    marked = list(_marked(model))
+    marked = [(name, module) for name, module in model.named_modules() if _MARK in module.__dict__]
     for name, module in marked:
         if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:
             raise StateError(
@@ -189,10 +174,6 @@ def uncheckpoint_blocks(model: nn.Module) -> list[str]:
         else:
             module.__dict__["forward"] = before.inner
     return [name for name, _ in marked]
-
-
-def _marked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if _MARK in module.__dict__)
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

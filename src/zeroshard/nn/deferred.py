@@ -175,10 +175,6 @@ class _RecordedCall:
         sizes = [t.nbytes for t in real if t.layout is torch.strided]
         return not self.metadata_only and max(sizes, default=0) >= LARGE_BYTES
 
-    @property
-    def writes_real(self) -> bool:
-        return any(id(tensor) not in self.hollow for tensor in self.written)
-
     def states(self) -> dict[torch.device, torch.Tensor]:
         """Return the states of the default generators that it draws from."""
         given = any(isinstance(leaf, torch.Generator) for leaf in leaves((self.args, self.kwargs)))
@@ -260,19 +256,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, call: _RecordedCall) -> Any:
         """An operation that reads or writes hollow tensors."""
-        if call.writes_real or (call.reads_large and call.written):
+        writes_real = any(id(tensor) not in call.hollow for tensor in call.written)
+        if writes_real or (call.reads_large and call.written):
             return self._do_at_once(call)
         if call.traits.gives_numbers or call.reads_large or call.kwargs.get("pin_memory"):
             return call.run(self._values(call))
         states, arguments = call.states(), self._describe(call)
-        if call.traits.is_random:
-            stand_ins = self._drawn(call)
-            result = None if stand_ins is None else call.run(stand_ins)
-        else:
+        stand_ins: dict[int, torch.Tensor] = {}
+        result = None
+        if not call.traits.is_random:
             stand_ins = {id(t): _empty_as(t, "meta") for t in call.tensors}
             result = self._shapes(call, stand_ins)
-        if result is None or stand_ins is None:
-            return self._compute(call, arguments, states)
+        elif call.traits.name in _DRAWS and len(call.tensors) == 1:  # it reads no values
+            (target,) = call.tensors
+            self._freed(target.nbytes)
+            stand_ins[id(target)] = place_of(target, call.hollow[id(target)].cell).temporary()
+            result = call.run(stand_ins)
+        if result is None:  # it depends on values
+            if call.written:
+                return self._do_at_once(call)
+            result = call.run(self._values(call))
+            computed = [self._hollowed(leaf, call) for leaf in leaves(result)]
+            if any(computed):
+                self._note(call, arguments, computed, states)
+            return result
         pairs = [(stand_ins.get(id(tensor)), tensor) for tensor in call.tensors]
         originals = {id(one): tensor for one, tensor in pairs if one is not None}
         fresh: list[tuple[HollowRecord, TapePlace] | None] = []
@@ -294,21 +301,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill(call.hollow_tensors)
         return call.func(*call.args, **call.kwargs)
 
-    def _compute(
-        self,
-        call: _RecordedCall,
-        arguments: tuple[Any, Any],
-        states: dict[torch.device, torch.Tensor],
-    ) -> Any:
-        """Run an operation with results that depend on values; release the large ones' memory."""
-        if call.written:
-            return self._do_at_once(call)
-        result = call.run(self._values(call))
-        fresh = [self._hollowed(leaf, call) for leaf in leaves(result)]
-        if any(fresh):
-            self._note(call, arguments, fresh, states)
-        return result
-
     def _values(self, call: _RecordedCall) -> dict[int, torch.Tensor]:
         """Return the values of its hollow arguments, by id; small ones are filled for good."""
         fill([t for t in call.hollow_tensors if call.hollow[id(t)].cell.num_bytes < LARGE_BYTES])
@@ -317,14 +309,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = replay({record.cell: record.entry for _, record in large}, {})
         self._freed(sum(storage.nbytes() for storage in memory.values()))
         return {id(t): place_of(t, record.cell).within(memory[record.cell]) for t, record in large}
-
-    def _drawn(self, call: _RecordedCall) -> dict[int, torch.Tensor] | None:
-        """Return memory for a draw that reads no values, None where it does read some."""
-        if call.traits.name not in _DRAWS or len(call.tensors) != 1:
-            return None
-        (target,) = call.tensors
-        self._freed(target.nbytes)
-        return {id(target): place_of(target, call.hollow[id(target)].cell).temporary()}
 
     @staticmethod
     def _shapes(call: _RecordedCall, stand_ins: dict[int, torch.Tensor]) -> Any:
@@ -363,13 +347,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hollow_out(leaf, self)
 
     @staticmethod
-    def _covers(tensor: torch.Tensor, call: _RecordedCall) -> bool:
-        """Whether `tensor` is the whole of its storage, and no other argument reads that."""
-        record = call.hollow[id(tensor)]
-        readers = [t for t in call.tensors if t is tensor or call.hollow.get(id(t)) is record]
-        return len(readers) == 1 and place_of(tensor, record.cell).covers_cell
-
-    @staticmethod
     def _describe(call: _RecordedCall) -> tuple[Any, Any]:
         """Return its arguments by value, as they are before it runs."""
 
@@ -396,9 +373,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Write one entry, and let the storages that it writes lead to it."""
         args, kwargs = arguments
-        overwrites = call.traits.name in _OVERWRITES and len(call.written) == 1
-        overwrites = overwrites and self._covers(call.written[0], call)
         written = [call.hollow[id(tensor)] for tensor in call.written]
+        overwrites = call.traits.name in _OVERWRITES and len(written) == 1
+        if overwrites:  # the whole of a storage, which no other argument reads
+            (target,), (record,) = call.written, written
+            readers = [t for t in call.tensors if t is target or call.hollow.get(id(t)) is record]
+            overwrites = len(readers) == 1 and place_of(target, record.cell).covers_cell
         needed = [] if call.metadata_only else list(call.hollow.values())
         if overwrites:
             needed = [record for record in needed if record not in written]

@@ -172,21 +172,15 @@ class Entry:
         args, kwargs = map_leaves(build, self.args), map_leaves(build, self.kwargs)
         results = leaves(self.func(*args, **kwargs))
         for place, result in zip(self.outputs, results, strict=True):
-            if place is not None:
-                _keep(place, result, memory)
-
-
-def _keep(
-    place: TapePlace, result: torch.Tensor, memory: dict[TapeCell, torch.UntypedStorage]
-) -> None:
-    """Take over the memory of `result` where it may lie where it is; else copy it."""
-    storage = result.untyped_storage()
-    found = (result.stride(), result.storage_offset(), storage.nbytes())
-    same = found == (place.stride, place.offset, place.cell.num_bytes)
-    if same and place.cell not in memory:
-        memory[place.cell] = storage
-    else:
-        place.built(memory).copy_(result)
+            if place is None:
+                continue
+            storage = result.untyped_storage()
+            found = (result.stride(), result.storage_offset(), storage.nbytes())
+            same = found == (place.stride, place.offset, place.cell.num_bytes)
+            if same and place.cell not in memory:  # it may lie where it is
+                memory[place.cell] = storage
+            else:
+                place.built(memory).copy_(result)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -235,44 +229,17 @@ def replay(
     last_use = {cell: entry.order for entry in entries for cell in entry.cells()}
     memory = dict(homes)
     devices = {device for entry in entries for device in entry.generators}
-    with _undisturbed(devices), torch.no_grad():
-        for entry in entries:
-            entry.run(memory)
-            for cell in entry.cells():
-                if last_use[cell] == entry.order and cell not in wanted:
-                    memory.pop(cell, None)
-    return memory
-
-
-@contextmanager
-def _undisturbed(devices: set[torch.device]) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     try:
-        with undisturbed(*devices):
-            yield
+        with undisturbed(*devices), torch.no_grad():
+            for entry in entries:
+                entry.run(memory)
+                for cell in entry.cells():
+                    if last_use[cell] == entry.order and cell not in wanted:
+                        memory.pop(cell, None)
     finally:
         torch.set_default_dtype(dtype)
-
-
-def fingerprint(entry: Entry) -> str:
-    """Return 16 hexadecimal digits for operations, arguments and generators of `entry`."""
-    numbers: dict[TapeCell, int] = {}
-    digest = xxhash.xxh3_64()
-
-    def describe(leaf: Any) -> str:
-        if isinstance(leaf, TapePlace):
-            cell = f"{numbers.setdefault(leaf.cell, len(numbers))} {leaf.cell.num_bytes}"
-            return f"{cell} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
-        if isinstance(leaf, Constant):
-            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {digest_of(leaf.tensor)}"
-        return digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)
-
-    for one in history([entry]):
-        parts = [str(one.func), str(one.default_dtype)]
-        parts += [describe(leaf) for leaf in leaves((one.args, [*one.kwargs.items()], one.outputs))]
-        parts += [digest_of(state) for state in one.generators.values()]
-        digest.update("\n".join(parts).encode())
-    return digest.hexdigest()
+    return memory
 
 
 # ----------------------------------------------------------------------------------- hollow tensors
@@ -367,8 +334,24 @@ def fingerprint_of(tensor: torch.Tensor) -> str | None:
     record = record_of(tensor)
     if record is None:
         return None
+    numbers: dict[TapeCell, int] = {}
+    digest = xxhash.xxh3_64()
+
+    def describe(leaf: Any) -> str:
+        if isinstance(leaf, TapePlace):
+            cell = f"{numbers.setdefault(leaf.cell, len(numbers))} {leaf.cell.num_bytes}"
+            return f"{cell} {leaf.shape} {leaf.stride} {leaf.offset} {leaf.dtype}"
+        if isinstance(leaf, Constant):
+            return f"{leaf.tensor.dtype} {tuple(leaf.tensor.shape)} {digest_of(leaf.tensor)}"
+        return digest_of(leaf.state) if isinstance(leaf, Seeded) else repr(leaf)
+
+    for one in history([record.entry]):  # operations, arguments and generators
+        parts = [str(one.func), str(one.default_dtype)]
+        parts += [describe(leaf) for leaf in leaves((one.args, [*one.kwargs.items()], one.outputs))]
+        parts += [digest_of(state) for state in one.generators.values()]
+        digest.update("\n".join(parts).encode())
     place = place_of(tensor, record.cell)
-    return f"{fingerprint(record.entry)} {place.shape} {place.stride} {place.offset}"
+    return f"{digest.hexdigest()} {place.shape} {place.stride} {place.offset}"
 
 
 # ----------------------------------------------------------------------------- outside the recorder

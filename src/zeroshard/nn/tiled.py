@@ -209,7 +209,8 @@ class TiledLinear(nn.Module):
         for kind in ("weight", "bias") if self.has_bias else ("weight",):
             whole = state_dict.pop(prefix + kind, None)
             if whole is None:
-                parts = [prefix + name for name in self.state_names(kind)]
+                names = [name for name, _ in self.named_parameters()]
+                parts = [prefix + name for name in names if name.endswith(f".{kind}")]
                 absent = [name for name in parts if name not in state_dict]
                 missing += [prefix + kind] if absent == parts else absent
             elif tuple(whole.shape) != shapes[kind]:
@@ -218,10 +219,6 @@ class TiledLinear(nn.Module):
             else:
                 state_dict |= {prefix + name: part for name, part in self._parts({kind: whole})}
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def state_names(self, kind: str) -> list[str]:
-        """Return the tiles' names of `kind`, "weight" or "bias"."""
-        return [name for name, _ in self.named_parameters() if name.endswith(f".{kind}")]
 
 
 def _cut(size: int, tiles: int, side: str) -> list[int]:
@@ -247,20 +244,18 @@ def join_tiles(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         out[key] = value  # of a tiled layer, to hold its place
         if found is not None:
             grids.setdefault(key, {})[int(found["row"]), int(found["column"])] = value
-    return out | {key: _join(key, grid) for key, grid in grids.items()}
-
-
-def _join(key: str, grid: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-    rows, columns = (range(1 + max(place[axis] for place in grid)) for axis in (0, 1))
-    places = [(row, column) for row in rows for column in columns]
-    absent = [f"tile_{row}_{column}" for row, column in places if (row, column) not in grid]
-    if absent:
-        raise ConfigError(
-            f"{key} cannot be joined: {', '.join(absent)} missing; give the whole state_dict"
-        )
-    if len(columns) == 1:
-        return torch.cat([grid[row, 0] for row in rows])
-    return torch.cat([torch.cat([grid[row, one] for one in columns], dim=-1) for row in rows])
+    for key, grid in grids.items():
+        rows, columns = (range(1 + max(place[axis] for place in grid)) for axis in (0, 1))
+        places = [(row, column) for row in rows for column in columns]
+        absent = [f"tile_{row}_{column}" for row, column in places if (row, column) not in grid]
+        if absent:
+            raise ConfigError(
+                f"{key} cannot be joined: {', '.join(absent)} missing; give the whole state_dict"
+            )
+        whole = [[grid[row, column] for column in columns] for row in rows]
+        joined = [one[0] if len(one) == 1 else torch.cat(one, dim=-1) for one in whole]
+        out[key] = torch.cat(joined)
+    return out
 
 
 # --------------------------------------------------------------------------------- a model's layers

@@ -97,7 +97,13 @@ def sections_of(model: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Uni
     """Return where `model` is cut; its `units` were planned as `plans`."""
     needing = {id(module) for plan in plans for _, module in (*plan.roots, *plan.owners)}
     in_order = [(name, module) for name, module in model.named_modules() if id(module) in needing]
-    blocks = _blocks(plans)
+    # what spans units, but for parts of blocks: tiles, and modules with a mesh of their own
+    blocks = {
+        id(module)
+        for plan in plans
+        for _, module in plan.roots
+        if not plan.pattern and not getattr(type(module), "unit_of_its_own", False)
+    }
     found: list[tuple[str, nn.Module]] = []
     around: set[int] = set()
     covered: set[int] = set()
@@ -120,30 +126,17 @@ def sections_of(model: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Uni
         if any(id(module) in around for _, module in plan.owners)
     ]
     unit_of = {id(p): unit for unit in units for s in unit.segments for p in s.parameters}
-    sections = tuple(Section(name, module, _units(module, unit_of)) for name, module in found)
-    return Sections(sections, tuple(held))
-
-
-def _blocks(plans: Sequence[UnitPlan]) -> set[int]:
-    """Return the modules that span units, but for parts of blocks: tiles, and modules with a mesh
-    of their own.
-    """
-    return {
-        id(module)
-        for plan in plans
-        for _, module in plan.roots
-        if not plan.pattern and not getattr(type(module), "unit_of_its_own", False)
-    }
+    sections = []
+    for name, module in found:
+        needed = dict.fromkeys(unit_of[id(parameter)] for parameter in module.parameters())
+        needs = tuple(sorted(needed, key=lambda unit: unit.index))
+        sections.append(Section(name, module, needs))
+    return Sections(tuple(sections), tuple(held))
 
 
 def _parts(module: nn.Module) -> set[int]:
     """Return the modules inside `module`."""
     return {id(part) for part in module.modules() if part is not module}
-
-
-def _units(module: nn.Module, unit_of: dict[int, Unit]) -> tuple[Unit, ...]:
-    needed = dict.fromkeys(unit_of[id(parameter)] for parameter in module.parameters())
-    return tuple(sorted(needed, key=lambda unit: unit.index))
 
 
 # ----------------------------------------------------------------------------------------- boundary
@@ -180,10 +173,14 @@ class Visit:
         self.section = section
         self._forward = forward
         self._shelf = shelf
-        self._device = device
+        self._devices = [Device.of(name) for name in sorted({"cpu", str(device)})]
         self._autocast = Autocast(device)
         self._leaves, self._spec = tree_flatten(inputs, is_leaf=is_cache)
-        self._refuse_caches()
+        for leaf in filter(is_cache, self._leaves):
+            raise ConfigError(
+                f"module {section.name!r} was given a {type(leaf).__name__}, which"
+                " engine.accumulate() would fill twice: call the model with use_cache=False"
+            )
         # by place among the leaves: the edge of an input through which its gradient goes on
         self._edges = {
             place: torch.autograd.graph.get_gradient_edge(leaf)
@@ -192,7 +189,7 @@ class Visit:
         }
         self.needs_backward = torch.is_grad_enabled() and (bool(self._edges) or section.trains)
         self._versions: dict[int, int] = {}
-        self._generators: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._generators: list[torch.Tensor] | None = None  # where the forward has drawn from them
         self._output: tuple[list[Any], TreeSpec] | None = None
         self._places: list[int] = []  # of outputs that gradients come to
         self._grads: list[torch.Tensor | None] = []  # of these outputs
@@ -210,32 +207,25 @@ class Visit:
         leaves, spec = tree_flatten(value)
         self._output = leaves, spec
         if self.needs_backward:
-            if not _equal(generators, self._states()):
+            if not all(map(torch.equal, generators, self._states())):
                 self._generators = generators
-            self._keep(inputs, versions)
+            for leaf, version in zip(inputs, versions, strict=True):
+                if _travels(leaf) and leaf._version != version:
+                    raise StateError(
+                        f"module {self.section.name!r} writes to its input in place, and"
+                        " engine.accumulate() runs it again from that: let it write to a copy"
+                    )
+            self._packed = [
+                self._shelf.pack(leaf) if _travels(leaf) and leaf.is_floating_point() else leaf
+                for leaf in inputs
+            ]
+            packed = enumerate(self._packed)
+            self._versions = {place: leaf._version for place, leaf in packed if _travels(leaf)}
             self._places = [place for place, leaf in enumerate(leaves) if _is_float(leaf)]
             self._grads = [None] * len(self._places)
             if checks:
                 self._refuse_hidden()
         self._leaves = []
-
-    def _keep(self, inputs: Sequence[Any], versions: Sequence[int]) -> None:
-        """Put the inputs away."""
-        for leaf, version in zip(inputs, versions, strict=True):
-            if _travels(leaf) and leaf._version != version:
-                raise StateError(
-                    f"module {self.section.name!r} writes to its input in place, and"
-                    " engine.accumulate() runs it again from that: let it write to a copy"
-                )
-        self._packed = [
-            (self._shelf.pack(leaf) if leaf.is_floating_point() else leaf)
-            if _travels(leaf)
-            else leaf
-            for leaf in inputs
-        ]
-        self._versions = {
-            place: leaf._version for place, leaf in enumerate(self._packed) if _travels(leaf)
-        }
 
     def outputs(self) -> Any:
         """In the thread: return what the module returns, as the ends of a graph."""
@@ -348,41 +338,29 @@ class Visit:
         """Let go of everything."""
         self._packed, self._edges, self._grads = [], {}, []
 
-    # ------------------------------------------------------------------ random generators
+    def _states(self) -> list[torch.Tensor]:
+        """Return the states of the random generators."""
+        return [device.generator_state() for device in self._devices]
 
-    def _states(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._device.type == "cpu":
-            return torch.get_rng_state(), None
-        return torch.get_rng_state(), Device.of(self._device).generator_state()
-
-    def _set_states(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            Device.of(self._device).set_generator_state(states[1])
+    def _set_states(self, states: Sequence[torch.Tensor]) -> None:
+        for device, state in zip(self._devices, states, strict=True):
+            device.set_generator_state(state)
 
     # ------------------------------------------------------------------ refusals
-
-    def _refuse_caches(self) -> None:
-        for leaf in self._leaves:
-            if is_cache(leaf):
-                raise ConfigError(
-                    f"module {self.section.name!r} was given a {type(leaf).__name__}, which"
-                    " engine.accumulate() would fill twice: call the model with use_cache=False"
-                )
 
     def _refuse_hidden(self) -> None:
         """Raise ConfigError where tensors that need gradients pass in or out inside of objects,
         where nobody can take their place.
         """
         assert self._output is not None
-        for leaves, verb, which in (
-            (self._leaves, "is given", _needs_gradient),
-            (self._output[0], "returns", _is_float),
-        ):
+        for leaves, verb in ((self._leaves, "is given"), (self._output[0], "returns")):
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
                     continue
-                if any(which(tensor) for tensor in tensors_within(leaf)):
+                hidden = tensors_within(leaf)
+                if leaves is self._leaves:
+                    hidden = [one for one in hidden if one.requires_grad and _travels(one)]
+                if any(map(_is_float, hidden)):
                     raise ConfigError(
                         f"module {self.section.name!r} {verb} a {type(leaf).__name__}, inside of"
                         " which engine.accumulate() cannot follow gradients: pass tensors, or"
@@ -427,17 +405,6 @@ def _travels(leaf: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _needs_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-
-
-def _equal(
-    one: tuple[torch.Tensor, torch.Tensor | None], other: tuple[torch.Tensor, torch.Tensor | None]
-) -> bool:
-    same_device = one[1] is None or other[1] is None or torch.equal(one[1], other[1])
-    return torch.equal(one[0], other[0]) and same_device
 
 
 # --------------------------------------------------------------------------------------- leaf turns
@@ -487,13 +454,6 @@ class LeafTurns:
         kept[key] = self._shelf.pack(grad)
         return True
 
-    def _take(self, unit: Unit) -> Iterator[tuple[Trained, torch.Tensor]]:
-        """Yield what is kept of `unit` and of the current leaf, and keep it no longer."""
-        kept = self._kept.get(unit, {})
-        for number, trained in list(kept):
-            if number == self._number:
-                yield trained, self._shelf.unpack(kept.pop((number, trained)))
-
     def begin_section(self, ending: Sequence[Unit]) -> None:
         """The backward has come to the last section of the units `ending`."""
         self._ending = [unit for unit in ending if unit.trainable]
@@ -502,7 +462,9 @@ class LeafTurns:
         """The current leaf has run in this section: hand the ending units over."""
         reductions = self._backward.reductions
         for unit in self._ending:
-            for trained, grad in self._take(unit):
+            kept = self._kept.get(unit, {})
+            for key in [key for key in kept if key[0] == self._number]:  # of the current leaf
+                trained, grad = key[1], self._shelf.unpack(kept.pop(key))
                 trained.bucket.add(trained.index, grad, sync=True)
             if self._leaves.is_last:
                 self._backward.complete(unit, has_all=True)
@@ -555,11 +517,7 @@ class Accumulate:
     """One use of ``engine.accumulate()``."""
 
     def __init__(
-        self,
-        hooks: Hooks,
-        context: Context,
-        scaler: LossScaler | None,
-        place: RestPlace,
+        self, hooks: Hooks, context: Context, scaler: LossScaler | None, place: RestPlace
     ) -> None:
         """`place` is where the inputs of visits rest."""
         self._loop = hooks.loop
@@ -704,8 +662,10 @@ class Accumulate:
                 calls.append(self._go_on(one))
                 if calls[0] is not None:
                     continue
-                if one.index == 0:
-                    self._turn_round([*rounds, visits])
+                if one.index == 0:  # the last section has run: its backward comes first
+                    sections = [there[0].section for there in (*rounds, visits)]
+                    self._left = Counter(unit for section in sections for unit in section.units)
+                    self._begin_backward(sections[-1])
                 _alike(calls)
                 self._take_loss(one, stack)
                 self._backward_in(visit, one.index)
@@ -718,12 +678,6 @@ class Accumulate:
         if rounds:
             self._complete(rounds.pop())
         return rounds
-
-    def _turn_round(self, rounds: Sequence[Sequence[Visit]]) -> None:
-        """The last section has run: its backward comes first."""
-        sections = [visits[0].section for visits in rounds]
-        self._left = Counter(unit for section in sections for unit in section.units)
-        self._begin_backward(sections[-1])
 
     def _go_on(self, one: MicroBatch[Visit]) -> Visit | None:
         """Let a micro-batch run to its next section."""
@@ -740,7 +694,17 @@ class Accumulate:
         """The run of a micro-batch has ended: run the backward of its loss, down to the last
         section. The first micro-batch begins the backward of all, on `stack`.
         """
-        loss, weight = _loss_and_weight(one.take())
+        weight, loss = None, one.take()
+        if isinstance(loss, tuple) and len(loss) == 2:
+            loss, weight = loss
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            is_tensor = isinstance(loss, torch.Tensor)
+            shown = f"a tensor {list(loss.shape)}" if is_tensor else repr(loss)
+            raise ConfigError(
+                f"loss_fn has returned {shown}: engine.accumulate() takes a loss, a 0-d tensor that"
+                " needs gradients, or a pair of one and the number of samples or tokens that it"
+                " counts"
+            )
         for listener in self._loop.events.lost:
             listener(loss)
         with self._turn(one.index), weighed(self._backward, self._scaler, loss, weight) as scaled:
@@ -823,21 +787,6 @@ def _alike(calls: Sequence[Visit | None]) -> list[Visit]:
                 " order; run others with no_sync()"
             )
     return [call for call in calls if call is not None]
-
-
-def _loss_and_weight(result: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
-    """Return the loss and what it counts, of what `loss_fn` has returned. Raises ConfigError."""
-    weight = None
-    if isinstance(result, tuple) and len(result) == 2:
-        result, weight = result
-    if not isinstance(result, torch.Tensor) or result.dim() or not result.requires_grad:
-        is_tensor = isinstance(result, torch.Tensor)
-        shown = f"a tensor {list(result.shape)}" if is_tensor else repr(result)
-        raise ConfigError(
-            f"loss_fn has returned {shown}: engine.accumulate() takes a loss, a 0-d tensor that"
-            " needs gradients, or a pair of one and the number of samples or tokens that it counts"
-        )
-    return result, weight
 
 
 def check_accumulate(hooks: Hooks, *, followed: bool) -> None:

@@ -26,7 +26,7 @@ from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.build import input_dtype, make_weights_and_gradients, step_settings
+from zeroshard.runtime.build import make_weights_and_gradients, step_settings
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
@@ -58,21 +58,10 @@ from zeroshard.state.local import local_of
 # one process, which has no peers.
 
 
-# what makes every later use of an engine raise StateError, by engine
+# what makes every later use of an engine raise StateError, by engine, which it must not hold: that
+# would live for ever
 _REFUSALS: weakref.WeakKeyDictionary[object, Callable[[str], None]] = weakref.WeakKeyDictionary()
 _KEPT: list[object] = []  # in a forked child only
-
-
-def refuse_in_children(engine: object, refuse: Callable[[str], None] | None) -> None:
-    """From now on call `refuse` (None: nothing) with the reason in processes that are forked off
-    this one.
-
-    It must not hold `engine`, which would live for ever.
-    """
-    if refuse is None:
-        _REFUSALS.pop(engine, None)
-    else:
-        _REFUSALS[engine] = refuse
 
 
 def _in_child() -> None:
@@ -108,34 +97,22 @@ class _Listeners:
         self._module = module
         self._context = context
         self._weights = weights
-        self._backward = backward
         self._finalizer = finalizer
-        self._watch = watch
         self._sharded: ShardedOptimizer | None = None
-        self._tiles: StepTiles | None = None
-        self.events = self._listen()
-
-    def attach(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
-        """`sharded` steps the `tiles` from here on."""
-        self._sharded, self._tiles = sharded, tiles
-        if tiles.balance is not None:
-            self.events.after_step.append(self._balance)
-
-    def _listen(self) -> StepEvents:
-        """Return who is called at each event, in this order."""
-        context, options, faults = self._context, self._context.options, self._context.faults
+        self._control = context.transport.control
+        options, faults = context.options, context.faults
         beats = [] if (beat := heartbeat()) is None else [beat]
         # elsewhere ranks may run forwards that the others do not
         may_agree = context.weights_leave or context.transport.size == 1
         agrees = bool(context.tiering.away) and may_agree
-        self._control = context.transport.control
         by_order = isinstance(self._control, PeerControl) and not context.levels.keyed
-        return StepEvents(
+        # who is called at each event, in this order
+        self.events = StepEvents(
             before_forward=[
                 faults.check,
                 self._check_finished,
-                self._watch.check_frozen,
-                partial(self._backward.tell, "forward"),  # to ranks without data, in join()
+                watch.check_frozen,
+                partial(backward.tell, "forward"),  # to ranks without data, in join()
                 *beats,
             ],
             forward_begun=[self._broadcast] if options.broadcast_buffers else [],
@@ -144,12 +121,24 @@ class _Listeners:
             before_step=[
                 faults.check,
                 self._weights.availability.check_trained,
-                self._watch.check,
+                watch.check,
                 *([] if options.clip_norm is None else [self._clip]),
             ],
             averaged=[] if options.verify_every is None else [self._verify],
             after_step=[*beats, self._first_step_over],
         )
+
+    def attach(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
+        """`sharded` steps the `tiles` from here on."""
+        self._sharded = sharded
+
+        def balance() -> None:
+            """Move the cut between device and host to where the last steps say."""
+            with self._context.faults.noted(lost=True):
+                tiles.after_step(sharded)
+
+        if tiles.balance is not None:
+            self.events.after_step.append(balance)
 
     def _first_step_over(self) -> None:
         self.events.after_step.remove(self._first_step_over)
@@ -220,12 +209,6 @@ class _Listeners:
         every = self._context.options.verify_every
         if every is not None and self._weights.digest.step % every == every - 1:
             verify_replicas(self._weights, self._sharded, self._context)
-
-    def _balance(self) -> None:
-        """Move the cut between device and host to where the last steps say."""
-        assert self._sharded is not None and self._tiles is not None
-        with self._context.faults.noted(lost=True):
-            self._tiles.after_step(self._sharded)
 
 
 class Assembly:
@@ -298,18 +281,22 @@ class Assembly:
         self._whole = Whole(
             self.module, weights, self._finalizer, context, self._states.join_trained
         )
+        as_given = context.dtypes.as_given or context.precision.weight_is_master
         self._hooks = Hooks(
             self.module,
             plans,
             self._loop,
-            input_dtype=input_dtype(context),
+            # as they are given where that is the dtype of what computes
+            input_dtype=None if as_given else context.precision.compute,
             watch=self._watch,
             write_back=self._whole.load_unit,
             owner=self,
         )
         transports.watch(digest, context.streams.is_idle)
-        has_peers = context.transport.size > 1 or context.axes.size > 1
-        refuse_in_children(self, weights.availability.refuse if has_peers else None)
+        if context.transport.size > 1 or context.axes.size > 1:
+            _REFUSALS[self] = weights.availability.refuse
+        else:
+            _REFUSALS.pop(self, None)
 
     def _step_with(self, sharded: ShardedOptimizer, tiles: StepTiles) -> None:
         """Let `sharded` step the `tiles` of these parts."""

@@ -118,7 +118,16 @@ def plan_units(plans: Sequence[UnitPlan], context: Context) -> PlannedUnits:
     every rank, where another tier has no room for weights and masters.
     """
     dealer = Dealer(context.options.shares)
-    groups = [_plan_segments(plan, context.of(plan.pattern), dealer) for plan in plans]
+    groups: list[list[SegmentPlan]] = []
+    for plan in plans:
+        own, cells = context.of(plan.pattern), context.policy.cells(plan.name)
+        groups.append([])
+        for kind, members in _groups(plan, context.dtypes).items():
+            key = f"{plan.name}:{dtype_name(kind[0])}{'' if kind[1] else ':frozen'}"
+            shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
+            align, rank = context.options.codecs.align, own.transport.rank
+            layout = dealer.layout(shapes, own.mesh, kind=kind, align=align)
+            groups[-1].append(SegmentPlan(key, plan.name, members, *kind, cells, layout, rank))
     segments = [segment for group in groups for segment in group]
     found = _split(segments, context)
     splits = {segment.key: split for segment, split in zip(segments, found, strict=True)}
@@ -155,28 +164,6 @@ def build_units(
         units.append(unit)
         return_freed_memory()  # of the original parameters
     return units
-
-
-def _plan_segments(plan: UnitPlan, context: Context, dealer: Dealer) -> list[SegmentPlan]:
-    out = []
-    for (dtype, trainable), members in _groups(plan, context.dtypes).items():
-        key = f"{plan.name}:{dtype_name(dtype)}{'' if trainable else ':frozen'}"
-        shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
-        align = context.options.codecs.align
-        layout = dealer.layout(shapes, context.mesh, kind=(dtype, trainable), align=align)
-        out.append(
-            SegmentPlan(
-                key,
-                plan.name,
-                members,
-                dtype,
-                trainable,
-                context.policy.cells(plan.name),
-                layout,
-                context.transport.rank,
-            )
-        )
-    return out
 
 
 def _groups(
@@ -264,13 +251,8 @@ class _Reserved:
 
     def allocate(self, key: str, numel: int, dtype: torch.dtype) -> Storage:
         storage = self._storages.pop(key)
-        assert storage.numel == numel and storage.dtype is dtype, (
-            key,
-            numel,
-            dtype,
-            storage.numel,
-            storage.dtype,
-        )
+        found = (storage.numel, storage.dtype)
+        assert found == (numel, dtype), (key, numel, dtype, found)
         return storage
 
     def close(self) -> None: ...
@@ -326,7 +308,17 @@ def _build_segment(
     values = source.values(plan)
     rest = _rest_of_weights(plan, splits, reserved, context)
     flat = FlatWeights(plan, context, rest, reads_first=not splits.weights_stay)
-    grad = _bucket_of(plan, splits, flat, context) if plan.trainable else None
+    grad = None
+    if plan.trainable:
+        store = context.tiering.store(cells.grad.tier)
+        # where fractions move, no rank knows the fractions of the others
+        away = not splits.grads_stay or context.tiering.automatic
+        sums = Accumulator(plan, flat, context, store=store, split=splits.grad, off_device=away)
+        precision, near = plan.precision(context), store if plan.sums_micro_batches else None
+        micros, own = MicroBatchSum(flat, context, precision.accumulate, near), None
+        if context.leaves is not None and context.leaves.is_local:
+            own = OwnLeaves(flat, context, precision.wire, near)
+        grad = Bucket(plan, flat, context, accumulator=sums, micro_batches=micros, own_leaves=own)
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)
@@ -383,24 +375,7 @@ def _rest_of_weights(
     return State(None, *parts)
 
 
-def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Context) -> Bucket:
-    store = context.tiering.store(plan.cells.grad.tier)
-    # where fractions move, no rank knows the fractions of the others
-    off_device = not splits.grads_stay or context.tiering.automatic
-    accumulator = Accumulator(
-        plan, flat, context, store=store, split=splits.grad, off_device=off_device
-    )
-    precision, rest = plan.precision(context), store if plan.sums_micro_batches else None
-    micro_batches, own = MicroBatchSum(flat, context, precision.accumulate, rest), None
-    if context.leaves is not None and context.leaves.is_local:
-        own = OwnLeaves(flat, context, precision.wire, rest)
-    return Bucket(
-        plan, flat, context, accumulator=accumulator, micro_batches=micro_batches, own_leaves=own
-    )
-
-
 # --------------------------------------------------------------------------- the parts of an engine
-# The parts that an engine is put together from, out of its units and their context.
 
 
 @dataclass(frozen=True)
@@ -502,9 +477,3 @@ def step_settings(
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )
-
-
-def input_dtype(context: Context) -> torch.dtype | None:
-    """Return the dtype into which the model's inputs are cast, None to leave them alone."""
-    as_given = context.dtypes.as_given or context.precision.weight_is_master
-    return None if as_given else context.precision.compute

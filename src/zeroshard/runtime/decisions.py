@@ -14,7 +14,7 @@ at every option of every group per step; options are encoded again only where on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -66,8 +66,7 @@ class Decisions:
         options = self._options_digest()
         if not self._noted:
             return options
-        text = "\n".join(f"{name} = {value}" for name, value in sorted(self._noted.items()))
-        return options ^ _digest_of(text)
+        return options ^ _digest_of(sorted(self._noted.items()))
 
     def items(self) -> dict[str, str]:
         """Return the decisions by name."""
@@ -102,9 +101,7 @@ class Decisions:
                 for key, value in group.items()
                 if key not in _NOT_OURS
             }
-            self._digest = _digest_of(
-                "\n".join(f"{name} = {value}" for name, value in self._options.items())
-            )
+            self._digest = _digest_of(self._options.items())
             self._seen = seen  # last: an exception may come to any line before
         return self._digest
 
@@ -150,7 +147,7 @@ def refuse(
 
 def _look(value: Any) -> Any:
     """Return a stand-in for an option that is equal as long as the option is."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if type(value) in _PLAIN or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
         return id(value), value._version
@@ -173,5 +170,6 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, str) else type(value).__name__
 
 
-def _digest_of(text: str) -> int:
+def _digest_of(decisions: Iterable[tuple[str, str]]) -> int:
+    text = "\n".join(f"{name} = {value}" for name, value in decisions)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

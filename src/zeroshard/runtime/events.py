@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.errors import StorageError
 from zeroshard.runtime.unit import Unit
 
 _Listeners = list[Callable[[], None]]
@@ -81,3 +82,14 @@ class StepEvents:
         finally:
             for _, here, more in lists:
                 here[:] = [one for one in here if all(one is not other for other in more)]
+
+
+@contextmanager
+def storing(what: str) -> Iterator[None]:
+    """Raise StorageError, naming `what` listeners write, for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{what}: cannot write it ({error.strerror or error}): name another directory"
+        ) from None

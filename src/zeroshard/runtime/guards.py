@@ -21,11 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
@@ -142,28 +138,11 @@ class Watch:
 
 
 _LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.EmbeddingBag,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.PReLU,
-    nn.RNN,
-    nn.LSTM,
-    nn.GRU,
-    nn.RNNCell,
-    nn.LSTMCell,
-    nn.GRUCell,
-    nn.MultiheadAttention,
-    nn.TransformerEncoderLayer,
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RNN, nn.LSTM,
+    nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention, nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
-)
+)  # fmt: skip
 # a subclass with a forward of its own may compute in fp32 on purpose
 _FORWARDS = frozenset(layer.forward for layer in _LAYERS)
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|Input type")
@@ -192,9 +171,7 @@ def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Calla
     device_type = next(model.parameters()).device.type
 
     def takes_one(module: nn.Module) -> bool:
-        dtypes = {
-            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
-        }
+        dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
         return type(module).forward in _FORWARDS and dtypes == {dtype}
 
     def is_other(value: Any) -> bool:
@@ -205,11 +182,9 @@ def casting_hooks(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, Calla
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(map(is_other, args)) and not (kwargs and any(map(is_other, kwargs.values()))):
             return None
-        return (
-            None
-            if torch.is_autocast_enabled(device_type)
-            else (cast(args, dtype), cast(kwargs, dtype))
-        )
+        if torch.is_autocast_enabled(device_type):
+            return None
+        return cast(args, dtype), cast(kwargs, dtype)
 
     return {module: before for module in model.modules() if takes_one(module)}
 
@@ -269,16 +244,19 @@ def guard(model: nn.Module) -> list[_Attribute]:
     handles = [
         _Attribute(model, OWNED, True),
         _Attribute(model, "_ddp_params_and_buffers_to_ignore", wrap),
+        _Attribute(model, "_replicate_for_data_parallel", wrap.refuse),
     ]
-    handles.append(_Attribute(model, "_replicate_for_data_parallel", wrap.refuse))
     for prefix, module in model.named_modules():
         if next(module.parameters(), None) is None:
             continue
         name = prefix or type(model).__name__
-        for method in ("__deepcopy__", "__reduce_ex__"):
-            handles.append(_Attribute(module, method, _refusing_copies(name)))
-        handles.append(_Attribute(module, "_apply", _refusing_changes(module, prefix)))
-        handles.append(_Attribute(module, "register_parameter", _refusing_parts(module, name)))
+        instead = {
+            "__deepcopy__": _refusing_copies(name),
+            "__reduce_ex__": _refusing_copies(name),
+            "_apply": _refusing_changes(module, prefix),
+            "register_parameter": _refusing_parts(module, name),
+        }
+        handles += [_Attribute(module, method, value) for method, value in instead.items()]
     return handles
 
 

@@ -165,7 +165,11 @@ class Join:
         optimizer = self._optimizer.optimizer
         if options is not None:
             for group, values in zip(optimizer.param_groups, options, strict=True):
-                _take_over(group, values)
+                for key, value in values.items():
+                    if isinstance(group[key], torch.Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = type(group[key])(value) if isinstance(value, list) else value
         followed = self._followed(order or []) if self._meets else None
         if what == "forward":
             with torch.set_grad_enabled(not argument):
@@ -180,14 +184,6 @@ class Join:
         else:
             assert what == "step", what
             optimizer.step()
-
-
-def _take_over(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(group[key], torch.Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = type(group[key])(value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
@@ -361,7 +357,10 @@ def weighed(
                 "backward(weight=) forms a mean over all ranks, and gradient_reduction='sum' their"
                 " sum: leave weight out and multiply the loss, or take gradient_reduction='mean'"
             )
-        weight = _in_dtype(float(weight), loss.dtype)
+        # with as many digits as the loss has: autograd rounds it so, and it shall count as much in
+        # the sum of all weights
+        digits, power = math.frexp(float(weight))
+        weight = math.ldexp(float(torch.tensor(digits, dtype=loss.dtype)), power)
     counts = backward.share if weight is None else weight
     scaled = loss if scaler is None else loss.float() * scaler.scale
     if counts is not None:
@@ -376,14 +375,6 @@ def weighed(
     finally:
         for handle in silenced:
             handle.remove()
-
-
-def _in_dtype(weight: float, dtype: torch.dtype) -> float:
-    """Return `weight` with as many digits as numbers of `dtype` have: autograd rounds it so, and it
-    shall count as much in the sum of all weights.
-    """
-    digits, power = math.frexp(weight)
-    return math.ldexp(float(torch.tensor(digits, dtype=dtype)), power)
 
 
 def silence(nodes: Iterable[Any]) -> list[RemovableHandle]:

@@ -82,9 +82,11 @@ class ProcessMemory:
         accelerator = Device.accelerator()
         usage = None if accelerator is None else accelerator.usage()
         allocated, reserved = (None, None) if usage is None else usage
+        lines = (numbers_of(_STATUS).get("VmRSS:"), numbers_of(_ROLLUP).get("Pss:"))
+        rss, pss = (None if kilobytes is None else kilobytes << 10 for kilobytes in lines)
         return cls(
-            rss=_kilobytes(_STATUS, "VmRSS:"),
-            pss=_kilobytes(_ROLLUP, "Pss:"),
+            rss=rss,
+            pss=pss,
             device_allocated=allocated,
             device_reserved=reserved,
             device_connections=connection_bytes(),
@@ -106,7 +108,7 @@ class MemoryTable:
         counted = {"host": 0, "device": 0}
         for engine in self.engines:
             if engine.unreleased is None:
-                sums = _sums(engine.report)
+                sums = engine.report.by_tier
                 counted["host"] += sums["host"]
                 near = {"cpu": "host"}.get(engine.device, "device")
                 counted[near] += sums["device"] + engine.report.temporary
@@ -129,7 +131,13 @@ class MemoryTable:
     @property
     def notes(self) -> list[str]:
         """Sentences: what the difference is made of, and what closed engines still hold."""
-        notes = [_closed(engine) for engine in self.engines if engine.unreleased is not None]
+        notes = []
+        for engine in self.engines:
+            counted = "its buffers and stores have given everything back"
+            if engine.unreleased:
+                counted = f"its counters still have {describe_bytes(engine.unreleased)}"
+            if engine.unreleased is not None:
+                notes.append(f"{engine.name}: closed, {counted}.")
         if self.unaccounted["host"] is not None:
             notes.append(_CPU_NOTE)
         if self.unaccounted["device"] is not None:
@@ -175,7 +183,6 @@ class MemoryTable:
 
     def _process_grid(self) -> Table:
         from rich.filesize import decimal
-        from rich.table import Table
 
         process, over = self.process, self.unaccounted
         rows = {
@@ -193,9 +200,7 @@ class MemoryTable:
         }
         if process.device_allocated is None:
             rows = {name: size for name, size in rows.items() if not name.startswith("device")}
-        table = Table(title="this process", title_justify="left")
-        table.add_column("memory", no_wrap=True)
-        table.add_column("bytes", justify="right", no_wrap=True)
+        table = _table("this process", "bytes")
         for name, size in rows.items():
             sign = "-" if size is not None and size < 0 else ""
             table.add_row(name, "unknown" if size is None else f"{sign}{decimal(abs(size))}")
@@ -262,39 +267,26 @@ def _name(engine: Engine) -> str:
     return f"{type(engine.module).__name__}, {engine.policy.name}, rank {engine.rank}"
 
 
-def _kilobytes(path: Path, field: str) -> int | None:
-    """Return the bytes in the line of `path` that starts with `field`; None where there is none."""
-    found = numbers_of(path).get(field)
-    return None if found is None else found << 10
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
 
-
-def _sums(report: MemoryReport) -> dict[str, int]:
-    """Return the bytes at rest on each tier."""
-    return {tier: sum(by.get(tier, 0) for by in report.tiers.values()) for tier in _TIERS}
-
-
-def _closed(engine: EngineMemory) -> str:
-    counted = "its buffers and stores have given everything back"
-    if engine.unreleased:
-        counted = f"its counters still have {describe_bytes(engine.unreleased)}"
-    return f"{engine.name}: closed, {counted}."
+    table = Table(title=title, title_justify="left")
+    table.add_column("memory", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _grid(engine: EngineMemory) -> Table:
-    from rich.table import Table
-
     report = engine.report
-    table = Table(title=f"{engine.name} ({engine.device})", title_justify="left")
-    table.add_column("memory", no_wrap=True)
-    for tier in (*_TIERS, "together"):
-        table.add_column(tier, justify="right", no_wrap=True)
+    table = _table(f"{engine.name} ({engine.device})", *_TIERS, "together")
     for state, by_tier in report.tiers.items():
         _add(table, state, by_tier)
         for unit, states in engine.units.items():
             if states[state]:
                 _add(table, f"  {unit}", states[state])
     table.add_section()
-    _add(table, "at rest", _sums(report))
+    _add(table, "at rest", report.by_tier)
     if report.tier_peaks:
         _add(table, "at rest, at peak", report.tier_peaks)
     _add(table, "gathered and in buffers", {"device": report.temporary})

@@ -60,22 +60,13 @@ class FollowOptions:
     no_sync: bool = True  # for all micro-batches of a stage but the last
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Driven:
-    """One stage, its units, and how far it is in a step."""
+    """One stage, and its units."""
 
     stage: Any  # of torch's, which is private
     units: Sequence[Unit]
     num_backwards: int  # of a step
-    left: int = 0  # of them, to come
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.left = self.num_backwards
-
-    def ran(self, backwards: int) -> None:
-        """So many of its backwards are about to have run."""
-        self.left -= backwards
 
 
 class Following:
@@ -103,6 +94,7 @@ class Following:
         self._placed = place(_actions_of(schedule), sizes, options.budget)
         self._next = 0  # in `_placed`, where the schedule runs no list
         self._driving = False
+        self._left: dict[int, int] = {}  # of a step's backwards, those to come, by stage
         divisor = schedule._n_microbatches if schedule.scale_grads else 1
         self._mode = BackwardMode(scaled=scaler is not None, divisor=divisor)
         computations = [one for action in self._placed for one in action.computations]
@@ -122,9 +114,9 @@ class Following:
         for driven in self._stages.values():
             stage = driven.stage
             self._put(stage, "clear_runtime_states", self._around_beginning, driven)
-            self._put(stage, "forward_one_chunk", self._around_forward, driven)
+            self._put(stage, "forward_one_chunk", self._around, driven, "F")
             self._put(stage, "backward_one_chunk", self._around_backward, driven)
-            self._put(stage, "backward_weight_one_chunk", self._around_weights, driven)
+            self._put(stage, "backward_weight_one_chunk", self._around, driven, "W")
             self._put(stage, "perform_reduce_grad", lambda original, factor: None)
             self._put(stage, "_prepare_backward_infra", self._around_inference)
         if self._runs_lists:  # a schedule with an action list runs ours
@@ -137,7 +129,9 @@ class Following:
             self._undo.callback(lists.__setitem__, rank, before)
             for name in (UNSHARD, RESHARD, REDUCE_GRAD):
                 kind = torchs._ComputationType(name)
-                schedule.register_custom_function(kind, self._called)
+                schedule.register_custom_function(
+                    kind, lambda one, _: self._run(one.computation_type.value, one.stage_index)
+                )
                 self._undo.callback(functions.pop, kind, None)
         self.is_on = True
 
@@ -149,28 +143,19 @@ class Following:
         self.is_on = False
 
     def _put(self, target: Any, name: str, around: Callable[..., Any], *first: Any) -> None:
-        original = getattr(target, name)
-        before = target.__dict__.get(name)
+        original, own = getattr(target, name), target.__dict__
+        if own.get(name) is None:
+            self._undo.callback(own.pop, name, None)
+        else:
+            self._undo.callback(own.__setitem__, name, own[name])
 
         def replaced(*args: Any, **options: Any) -> Any:
             return around(*first, original, *args, **options)
 
         setattr(replaced, _OURS, self)
-        target.__dict__[name] = replaced
-
-        def put_back() -> None:
-            if before is None:
-                target.__dict__.pop(name, None)
-            else:
-                target.__dict__[name] = before
-
-        self._undo.callback(put_back)
+        own[name] = replaced
 
     # ------------------------------------------------------------------ between the computations
-
-    def _called(self, action: Any, context: Any) -> None:
-        """The schedule has come to one of our actions in its list."""
-        self._run(action.computation_type.value, action.stage_index)
 
     def _run(self, kind: str, number: int) -> None:
         units = self._stages[number].units
@@ -201,8 +186,7 @@ class Following:
         self._backward.collect_dropped()
         self._backward.accumulation.check(scaled=self._mode.scaled, divisor=self._mode.divisor)
         self._next = 0
-        for driven in self._stages.values():
-            driven.begin()
+        self._left = {number: one.num_backwards for number, one in self._stages.items()}
         self._driving = True
         try:
             return original(*args, **options)
@@ -225,15 +209,14 @@ class Following:
     @contextmanager
     def _computing(self, driven: _Driven, kind: str) -> Iterator[None]:
         """Run one computation of a stage inside."""
-        number = driven.stage.stage_index
         if self._runs_lists or not self._driving:  # somebody else's evaluation
             yield
             return
         self._advance(COMPUTATIONS)
         if self._next == len(self._placed) or self._placed[self._next].kind != kind:
             raise StateError(
-                f"{type(self.schedule).__name__} runs {kind} of stage {number} where its order says"
-                " otherwise: this version of torch is not supported; update it"
+                f"{type(self.schedule).__name__} runs {kind} of stage {driven.stage.stage_index}"
+                " where its order says otherwise: this version of torch is not supported; update it"
             )
         yield
         self._next += 1
@@ -241,10 +224,10 @@ class Following:
 
     # ------------------------------------------------------------------ around a computation
 
-    def _around_forward(
-        self, driven: _Driven, original: Callable[..., Any], *args: Any, **options: Any
+    def _around(
+        self, driven: _Driven, kind: str, original: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        with self._computing(driven, "F"):
+        with self._computing(driven, kind), self._gradients(driven, kind):
             return original(*args, **options)
 
     def _around_backward(
@@ -260,53 +243,32 @@ class Following:
         with ExitStack() as stack:
             if loss is not None:
                 loss = stack.enter_context(weighed(self._backward, self._scaler, loss))
-            stack.enter_context(self._computing(driven, kind))
-            stack.enter_context(self._gradients(driven, kind))
-            return original(
-                chunk, loss=loss, full_backward=full_backward, last_backward=last_backward
-            )
-
-    def _around_weights(
-        self, driven: _Driven, original: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        with self._computing(driven, "W"), self._gradients(driven, "W"):
-            return original(*args, **options)
+            flags = {"full_backward": full_backward, "last_backward": last_backward}
+            return self._around(driven, kind, original, chunk, loss=loss, **flags)
 
     @contextmanager
     def _gradients(self, driven: _Driven, kind: str) -> Iterator[None]:
         """Take the gradients of a computation inside, and hand complete units over."""
         backward, brings = self._backward, kind in BACKWARDS
-        if not driven.stage.has_backward:
+        if not driven.stage.has_backward or kind == "F":
             yield  # schedule.eval(): torch computes nothing
             return
-        driven.ran(int(brings))
-        sync = backward.mode.sync and not (driven.left and self._options.no_sync)
-        units = driven.units if brings else ()
-        with (
-            backward.running_as(
-                sync=sync, has_loss=True, scaled=self._mode.scaled, divisor=self._mode.divisor
-            ),
-            self._whole(driven.units, kind),
-            backward.of_schedule(units, retains=kind == "I"),
-        ):
-            yield
-
-    @contextmanager
-    def _whole(self, units: Sequence[Unit], kind: str) -> Iterator[None]:
-        """Hold all `units` of a backward in halves: torch looks at every parameter before it
-        begins, and no hook says which of them W reads.
-        """
-        if kind == "B":
-            yield
-            return
-        holds = self._options.budget is None
-        if holds:
-            self._weights.hold_stage(units)
-        for unit in units:
-            self._weights.unshard(unit, "backward")
-        yield
-        if holds:
-            self._weights.release_stage(units)
+        self._left[driven.stage.stage_index] -= brings
+        left = self._left[driven.stage.stage_index]
+        sync = backward.mode.sync and not (left and self._options.no_sync)
+        # in halves: torch looks at every parameter before it begins, and no hook says which W reads
+        whole = () if kind == "B" else driven.units
+        held = whole if self._options.budget is None else ()
+        scaled, divisor = self._mode.scaled, self._mode.divisor
+        with backward.running_as(sync=sync, has_loss=True, scaled=scaled, divisor=divisor):
+            if held:
+                self._weights.hold_stage(held)
+            for unit in whole:
+                self._weights.unshard(unit, "backward")
+            with backward.of_schedule(driven.units if brings else (), retains=kind == "I"):
+                yield
+            if held:
+                self._weights.release_stage(held)
 
     def _around_inference(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run the backward by which torch learns the shapes of gradients, and keep nothing."""

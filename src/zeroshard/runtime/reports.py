@@ -42,13 +42,17 @@ class MemoryReport:
             for state, by_tier in self.tiers.items()
             if by_tier
         ]
-        rows.append(("at rest", *(_size(self._on(tier)) for tier in tiers), _size(self.total)))
+        sums = self.by_tier
+        rows.append(("at rest", *(_size(sums[tier]) for tier in tiers), _size(self.total)))
         beside = {"gathered or in buffers": self.temporary, "the most of that": self.peak}
         rows += [(name, *[""] * len(tiers), _size(count)) for name, count in beside.items()]
         return "\n".join(_columns(rows))
 
-    def _on(self, tier: str) -> int:
-        return sum(by_tier.get(tier, 0) for by_tier in self.tiers.values())
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes at rest on each tier, all states together."""
+        states = self.tiers.values()
+        return {tier.value: sum(one.get(tier.value, 0) for one in states) for tier in Tier}
 
 
 @dataclass(frozen=True)

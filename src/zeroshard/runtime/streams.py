@@ -1,4 +1,4 @@
-"""Stream and event work, behind one small protocol, so that it can be checked without an
+"""Stream and event work, behind one small class, so that it can be checked without an
 accelerator.
 
 Lanes: ``compute`` (the user's current stream), ``gather`` and ``reduce``, and one beside each for
@@ -10,7 +10,7 @@ and compute waits for the lane's event before it touches or frees the buffer (``
     gather:                  \\_ write(full) _ mark _/
 
 Invariant: two accesses of one buffer, if one writes (allocation and freeing count as writes), are
-ordered by a chain of program order and events. NoStreams does nothing; AcceleratorStreams enqueues
+ordered by a chain of program order and events. Streams does nothing; AcceleratorStreams enqueues
 for real; tests prove the invariant on CPU, with vector clocks (tests/support/lane_sanitizer.py) and
 by value (tests/device).
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -38,16 +38,19 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 BETWEEN: Mapping[Lane, Lane] = {"gather": "gather between", "reduce": "reduce between"}
 
 
-class Streams(Protocol):
-    """The operations on streams that the engine uses. `buffer` is any hashable name of one piece of
-    memory.
+class Streams:
+    """The operations on streams that the engine uses, on a device without any: one lane, in program
+    order, where there is nothing to wait for, and events are None.
     """
 
     # whether what follows on a lane comes after what was started there; else the host waits
-    enqueues: bool
-    has_lanes: bool  # False: everything is in program order, and no call does anything
-    # where a trace is told of what the engine does once per unit
-    probe: Probe
+    enqueues: bool = False
+    has_lanes: bool = False  # False: everything is in program order, and no call does anything
+    # may be entered any number of times at once
+    _no_context: AbstractContextManager[None] = nullcontext()
+
+    def __init__(self) -> None:
+        self.probe = Probe()  # where a trace is told of what the engine does once per unit
 
     def fork(self, lane: Lane) -> None:
         """Let `lane` wait for everything enqueued on compute so far."""
@@ -56,6 +59,7 @@ class Streams(Protocol):
         """Enqueue what the body does (and what it reports) on `lane`; outside, everything is on
         compute.
         """
+        return self._no_context
 
     def mark(self, lane: Lane) -> Event:
         """Return an event that comes after everything enqueued on `lane` so far."""
@@ -68,42 +72,17 @@ class Streams(Protocol):
 
     def is_idle(self) -> bool:
         """Whether nothing is under way on any lane but compute. Any thread may ask."""
+        return True
 
 
 def make_streams(device: torch.device | str) -> Streams:
     """Return what `device` needs: streams where its type has them, nothing on the CPU. Raises
     ConfigError for a device that torch has no module for.
     """
-    return AcceleratorStreams(device) if Device.of(device).has_streams else NoStreams()
+    return AcceleratorStreams(device) if Device.of(device).has_streams else Streams()
 
 
-class NoStreams:
-    """One lane, in program order: nothing to wait for and nothing to check. Events are None."""
-
-    enqueues = has_lanes = False
-    # may be entered any number of times at once
-    _no_context: AbstractContextManager[None] = nullcontext()
-
-    def __init__(self) -> None:
-        self.probe = Probe()
-
-    def fork(self, lane: Lane) -> None: ...
-
-    def on(self, lane: Lane) -> AbstractContextManager[None]:
-        return self._no_context
-
-    def mark(self, lane: Lane) -> Event:
-        return None
-
-    def join(self, event: Event, lane: Lane = "compute") -> None: ...
-
-    def drain(self) -> None: ...
-
-    def is_idle(self) -> bool:
-        return True
-
-
-class AcceleratorStreams:
+class AcceleratorStreams(Streams):
     """Streams of a device: one of ours for each lane but compute, which is whatever stream the user
     has made current.
 
@@ -125,7 +104,7 @@ class AcceleratorStreams:
             lane: self.device.make_stream(priority=-1) for lane in LANES if lane != "compute"
         }
         self._user = None
-        self.probe = Probe()
+        super().__init__()
 
     def _stream(self, lane: Lane) -> Any:
         if lane != "compute":

@@ -35,10 +35,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ from zeroshard.core.work import DoneWork, Operation, Probe, Stamp, Work
 from zeroshard.errors import StateError, StorageError
 from zeroshard.memory import MemoryCounter
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.events import StepEvents
+from zeroshard.runtime.events import StepEvents, storing
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.reports import Accounts
 from zeroshard.runtime.streams import AcceleratorStreams
@@ -58,21 +57,18 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.system.safe_files import replacing
 
 # ------------------------------------------------------------------------------------ memory levels
-# The bytes of one rank by state over time, while a trace is on.
-#
 # What rests is counted anew where a forward begins, a backward is over and a step is taken; in
 # between, each gradient that begins to rest adds its own bytes, and what is gathered or in buffers
 # is asked of its counter. States on another tier than the device are named so: "optimizer (host)".
 #
 # Cost: a level per change; the counts walk over all segments, three times a step.
 
-
 # after the name of a state
 _PLACES = {tier: f" ({tier.value})" for tier in Tier} | {Tier.DEVICE: ""}
 
 
 class MemoryLevels:
-    """The bytes of each state over time."""
+    """The bytes of one rank by state over time, while a trace is on."""
 
     def __init__(
         self,
@@ -123,13 +119,11 @@ class MemoryLevels:
         self._used = self._meter.used
         self._noted.append((self._now(), {**self._resting, "gathered": float(self._used)}))
 
-    def read(self) -> list[tuple[Stamp, Level]]:
-        """Return every level with its stamp, at second 0, each with all the states there are."""
+    def read(self, seconds: Callable[[Stamp], float]) -> Iterator[Level]:
+        """Yield every level, each with all the states there are; `seconds` reads a stamp."""
         states = sorted({state for _, level in self._noted for state in level})
-        return [
-            (stamp, Level(0.0, {state: level.get(state, 0.0) for state in states}))
-            for stamp, level in self._noted
-        ]
+        for stamp, level in self._noted:
+            yield Level(max(0.0, seconds(stamp)), {one: level.get(one, 0.0) for one in states})
 
 
 # -------------------------------------------------------------------------------------------- trace
@@ -138,34 +132,24 @@ _log = logging.getLogger("zeroshard")
 _SHORTEST_S = 1e-6  # of a part of compute, or a wait, that is written down
 
 
-class Clock(Protocol):
-    """The source of times. Stamps of the host's own clock, seconds, are understood by all."""
+class Clock:
+    """The host's clock: stamps are seconds, which every clock understands."""
 
-    by_events: bool  # whether the lanes run by themselves, so that the host's waits mean nothing
-
-    def now(self) -> Stamp:
-        """Return the time on the lane that is current."""
-
-    def seconds(self, stamp: Stamp) -> float:
-        """Return how long after the clock was made `stamp` was; may wait for the device."""
-
-
-class HostClock:
-    """The host's."""
-
-    by_events = False
+    by_events = False  # whether the lanes run by themselves, so that the host's waits mean nothing
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
 
-    def now(self) -> float:
+    def now(self) -> Stamp:
+        """Return the time on the lane that is current."""
         return time.perf_counter()
 
     def seconds(self, stamp: Stamp) -> float:
+        """Return how long after the clock was made `stamp` was; may wait for the device."""
         return float(stamp) - self._begun
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Events on whatever stream of an accelerator is current."""
 
     by_events = True
@@ -176,16 +160,16 @@ class DeviceClock:
         self._device = device
         self._origin = self.now()
         self._module.synchronize(device)
-        self._begun = time.perf_counter()  # when the device has reached the origin
+        super().__init__()  # now that the device has reached the origin
 
-    def now(self) -> Any:
+    def now(self) -> Stamp:
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
     def seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
-            return stamp - self._begun
+            return super().seconds(stamp)
         stamp.synchronize()
         return float(self._origin.elapsed_time(stamp)) / 1e3
 
@@ -247,6 +231,7 @@ class Trace:
     ) -> None:
         """`meter` counts the bytes that are gathered or in buffers."""
         self.num_steps = 0
+        self.by_events, self.now = clock.by_events, clock.now
         self._clock = clock
         self._units = {segment.key: unit.name for unit in units for segment in unit.segments}
         # lane, name, unit, begin, end, bytes
@@ -258,16 +243,6 @@ class Trace:
         self._marked: dict[int, tuple[object, Operation]] = {}
         self._last: Operation | None = None  # of the gather and reduce lanes
         self._levels = MemoryLevels(units, accounts, meter, clock.now)
-
-    # ------------------------------------------------------------------ times
-
-    @property
-    def by_events(self) -> bool:
-        """Whether lanes run by themselves."""
-        return self._clock.by_events
-
-    def now(self) -> Stamp:
-        return self._clock.now()
 
     # ------------------------------------------------------------------ what lanes do
 
@@ -286,11 +261,9 @@ class Trace:
         return watched
 
     def note(self, operation: Operation, since: Stamp) -> None:
-        until = time.perf_counter() if isinstance(since, float) else self._clock.now()
-        unit = self._unit(operation.key)
-        self._events.append(
-            (operation.lane, operation.name, unit, since, until, operation.num_bytes)
-        )
+        until = time.perf_counter() if isinstance(since, float) else self.now()
+        lane, unit, num_bytes = operation.lane, self._unit(operation.key), operation.num_bytes
+        self._events.append((lane, operation.name, unit, since, until, num_bytes))
 
     def by_pieces(
         self, run: Callable[..., None], num_pieces: int, operation: Operation
@@ -345,13 +318,15 @@ class Trace:
 
     def listeners(self) -> StepEvents:
         """Return what listens to the events of a step."""
+        at_its_end = torch.autograd.Variable._execution_engine.queue_callback
         return StepEvents(
             before_forward=[partial(self.enter, "forward")],
             after_forward=[self.leave],
             before_module=[lambda units: self.enter("forward", units[0].name)],
             after_module=[self.leave],
             before_backward=[lambda units: self.turn("backward", units[0].name)],
-            after_backward=[self.until_backward_ends],
+            # when the callback comes to its turn, the engine's own is over, too
+            after_backward=[partial(at_its_end, self._end_backward)],
             before_step=[partial(self.enter, "step")],
             after_step=[self.leave],
         )
@@ -395,12 +370,8 @@ class Trace:
             self.num_steps += 1
             self._levels.count()
 
-    def until_backward_ends(self) -> None:
-        """Leave the part that `turn` has begun when the backward under way is over."""
-        # when the callback comes to its turn, the engine's own is over, too
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
     def _end_backward(self) -> None:
+        """Leave the part that `turn` has begun."""
         if self._parts and self._parts[-1][0] == "backward":
             self._pass()
             self._parts.pop()
@@ -427,27 +398,20 @@ class Trace:
         self._pass()
         for watched in self._under_way:  # they are counted from their start
             watched.end()
-        seconds = self._clock.seconds
-        events = [
-            (lane, name, unit, seconds(begin), seconds(end), num_bytes)
-            for lane, name, unit, begin, end, num_bytes in self._events
-        ]
-        levels = [
-            replace(level, at=max(0.0, seconds(stamp))) for stamp, level in self._levels.read()
-        ]
-        return Timeline(rank, origin, tuple(_in_order(events)), tuple(levels), labels)
-
-
-def _in_order(events: Sequence[tuple[str, str, str, float, float, float]]) -> Iterator[Event]:
-    """Yield the events lane by lane, in order and none before the one before has ended."""
-    for lane in LANES:
-        before = 0.0
-        own = sorted((event for event in events if event[0] == lane), key=lambda event: event[4])
-        for _, name, unit, begin, end, num_bytes in own:
-            start, stop = max(begin, before), max(begin, before, end)
-            if lane != "compute" or stop - start >= _SHORTEST_S:
-                yield Event(lane, name, unit, start, stop - start, num_bytes)
-                before = stop
+        seconds, events = self._clock.seconds, list[Event]()
+        for lane in LANES:  # in order, and none before the one before has ended
+            before = 0.0
+            own = [
+                (seconds(begin), seconds(end), name, unit, num_bytes)
+                for of_lane, name, unit, begin, end, num_bytes in self._events
+                if of_lane == lane
+            ]
+            for begin, end, name, unit, num_bytes in sorted(own, key=lambda event: event[1]):
+                start, stop = max(begin, before), max(begin, before, end)
+                if lane != "compute" or stop - start >= _SHORTEST_S:
+                    events.append(Event(lane, name, unit, start, stop - start, num_bytes))
+                    before = stop
+        return Timeline(rank, origin, tuple(events), tuple(self._levels.read(seconds)), labels)
 
 
 @contextmanager
@@ -463,10 +427,12 @@ def tracing(
         raise StateError("this engine is being traced already: leave that trace first")
     rank = dist.get_rank() if dist.is_initialized() else context.transport.rank
     path = Path(directory) / f"rank-{rank:05d}.json"
-    _write(path, None)
+    with storing(f"trace {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()  # before anything is traced
     streams, stores = context.streams, context.tiering.stores.values()
     by_events = isinstance(streams, AcceleratorStreams)
-    clock = DeviceClock(context.device) if by_events else HostClock()
+    clock = DeviceClock(context.device) if by_events else Clock()
     origin = time.time()
     trace = Trace(clock, loop.weights.units, accounts, context.meter)
     probes: list[Probe] = [streams.probe, *(store.probe for store in stores)]
@@ -480,25 +446,11 @@ def tracing(
     finally:
         for probe in probes:
             probe.stop()
-        steps = {"steps": str(trace.num_steps)}
+        timeline = trace.finish(rank, origin, {**labels, "steps": str(trace.num_steps)})
         try:
-            _write(path, trace.finish(rank, origin, {**labels, **steps}))
+            with storing(f"trace {path}"), replacing(path) as file:  # as a whole or not at all
+                file.write(json.dumps(timeline.to_chrome()).encode())
         except StorageError as error:
             if not failed:
                 raise
             _log.warning("%s", error)  # the exception inside matters more
-
-
-def _write(path: Path, timeline: Timeline | None) -> None:
-    """Write a trace, the file as a whole or not at all; None: only see that it can be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if timeline is None:
-            tempfile.TemporaryFile(dir=path.parent).close()
-            return
-        with replacing(path) as file:
-            file.write(json.dumps(timeline.to_chrome()).encode())
-    except OSError as error:
-        raise StorageError(
-            f"trace {path}: cannot write it ({error.strerror or error}): name another directory"
-        ) from None

@@ -49,7 +49,7 @@ from zeroshard.errors import ConfigError, StorageError
 from zeroshard.runtime.access import StateAccess, curve_of, kernels_of
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
-from zeroshard.runtime.events import StepEvents
+from zeroshard.runtime.events import StepEvents, storing
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.segment import Segment
@@ -59,11 +59,8 @@ from zeroshard.state.state import State
 from zeroshard.system.safe_files import open_to_add, read_json
 
 # -------------------------------------------------------------------------------------- trail lines
-# The lines of a trail: the hashes of one step, and the file of one rank to which they are added.
-#
 # Of a device, hashes stay there until the line is written. What cannot be written ends the trail of
 # this rank, and not the step.
-
 
 _log = logging.getLogger("zeroshard")
 _Number: TypeAlias = int | torch.Tensor  # of 64 bits; on a device one that nobody has waited for
@@ -72,40 +69,26 @@ _Key: TypeAlias = tuple[str, str, int | None]
 
 
 class StepHashes:
-    """The hashes of one step, by phase and unit, as numbers to be added."""
+    """The hashes of one step, by phase and unit (`_Key`), as numbers to be added."""
 
     def __init__(self, step: int, seed: int) -> None:
         self.step = step
         self.texts: dict[str, dict[str, str]] = {"seed": {"": str(seed)}}
-        self._numbers: dict[_Key, list[_Number]] = {}
-        self._totals = BlockTotals[_Key]()
-        self._same: list[tuple[str, str, str]] = []  # a phase, the phase of the same hash, a unit
+        self.numbers: dict[_Key, list[_Number]] = {}
+        self.totals = BlockTotals[_Key]()  # the same, of slices
+        self.same: list[tuple[str, str, str]] = []  # a phase, the phase of the same hash, a unit
 
     def add(self, phase: str, unit: str, number: _Number, ranks: Iterable[int] = ()) -> None:
         """Add `number` to the hash of `unit` in `phase`, and to the hashes of `ranks`."""
         for rank in (None, *ranks):
-            self._numbers.setdefault((phase, unit, rank), []).append(number)
-
-    def add_slice(
-        self, phase: str, unit: str, numbers: torch.Tensor, place: int, ranks: Iterable[int]
-    ) -> None:
-        """Add the total of `numbers`, which begin at `place` (core/sliced_digest.py)."""
-        self._totals.add([(phase, unit, rank) for rank in (None, *ranks)], numbers, place)
-
-    def has(self, phase: str, unit: str) -> bool:
-        """Whether there is one that `add` has added to."""
-        return (phase, unit, None) in self._numbers
-
-    def copy(self, source: str, phase: str, unit: str) -> None:
-        """Take the hashes of `unit` in phase `source` for those in `phase`."""
-        self._same.append((source, phase, unit))
+            self.numbers.setdefault((phase, unit, rank), []).append(number)
 
     def read(self) -> dict[str, Any]:
         """Return them as the line of a file."""
-        found = {key: sum(map(int, numbers)) for key, numbers in self._numbers.items()}
-        for key, total in self._totals.read().items():
+        found = {key: sum(map(int, numbers)) for key, numbers in self.numbers.items()}
+        for key, total in self.totals.read().items():
             found[key] = found.get(key, 0) + total
-        for source, phase, unit in self._same:
+        for source, phase, unit in self.same:
             there = [key for key in found if key[:2] == (source, unit)]
             found |= {(phase, unit, key[2]): found[key] for key in there}
         hashes: dict[str, Any] = dict(self.texts)
@@ -125,34 +108,22 @@ class TrailFile:
 
     def __init__(self, path: Path) -> None:
         """Raises StorageError."""
-        self._path = path
         self.failure: StorageError | None = None
-        try:
+        self._name = f"trail {path}"
+        with storing(self._name):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = open_to_add(path)
             if self._file.tell():
                 self._file.seek(-1, 2)
                 if self._file.read(1) != b"\n":  # a process was killed in the middle of a line
                     self._file.write(b"\n")
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _error(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"trail {self._path}: cannot write it ({error.strerror or error}): name another"
-            " directory"
-        )
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line; the first failure is kept, and nothing is written after it."""
-        if self.failure is not None:
-            return
-        with self.losing():
-            try:
+        if self.failure is None:
+            with self.losing(), storing(self._name):
                 self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
                 self._file.flush()
-            except OSError as error:
-                raise self._error(error) from None
 
     @contextmanager
     def losing(self) -> Iterator[None]:
@@ -167,9 +138,10 @@ class TrailFile:
     def close(self) -> None:
         """Close the file."""
         try:
-            self._file.close()
-        except OSError as error:
-            self.failure = self.failure or self._error(error)
+            with storing(self._name):
+                self._file.close()
+        except StorageError as error:
+            self.failure = self.failure or error
 
 
 # ------------------------------------------------------------------------------------- trail writer
@@ -247,8 +219,9 @@ class TrailWriter:
     def _only(self) -> int | None:
         """The leaf of the step under way that a replay asks for alone."""
         replay, hashes = self._replay, self._hashes
-        is_asked = replay is not None and hashes is not None and replay.step == hashes.step
-        return replay.leaf if replay is not None and is_asked else None
+        if replay is None or hashes is None or replay.step != hashes.step:
+            return None
+        return replay.leaf
 
     def _begin_leaf(self, leaf: int) -> None:
         self._leaf, self._numbers = leaf, count()
@@ -340,12 +313,24 @@ class TrailWriter:
             return
         self._states.join_step()
         with self._file.losing():
-            self._add_states(hashes)
+            for shard in self._states.stepped_pieces():
+                moments, numbers = self._states.optimizer_states(shard)
+                for key, resting in moments.items():
+                    begin, end = resting.place.start, resting.place.stop
+                    for low, high in tiles(begin, end, _TILE):
+                        with resting.state.borrowed(low, high, write=False) as part:
+                            start = resting.start + low - begin
+                            self._add_slice(hashes, f"state {key}", shard.name, start, part)
+                if shard.piece.start == 0:  # a number of the whole parameter: it counts once
+                    ranks = self._replay.first(shard.name) if self._replay else []
+                    for key, value in numbers.items():
+                        number = xxhash.xxh3_64_intdigest(f"{shard.name} {_text(value)}".encode())
+                        hashes.add(f"state {key}", self._unit_of[shard.name], number, ranks)
             for unit, segment in self._trained:
                 segment.wait_uploads()
                 self._add_state(hashes, "master", segment, segment.master)
                 if segment.own_master is None and len(unit.trainable) == 1:
-                    hashes.copy("master", "published", unit.name)
+                    hashes.same.append(("master", "published", unit.name))
                 else:
                     self._add_state(hashes, "published", segment, segment.weight)
         self._file.write(hashes.read())
@@ -358,7 +343,7 @@ class TrailWriter:
         if hashes is None or self._leaf is None:
             return
         for unit in units:
-            if not hashes.has(phase, unit.name):
+            if (phase, unit.name, None) not in hashes.numbers:
                 for segment in unit.segments:
                     number = whole_digest(segment.flat.full, segment.flat.layout.slots)
                     hashes.add(phase, unit.name, number)
@@ -383,8 +368,9 @@ class TrailWriter:
         for low, high, ranks in (
             self._replay.cut(phase, name, start, stop) if self._replay else whole
         ):
+            keys = [(phase, self._unit_of[name], rank) for rank in (None, *ranks)]
             part, place = numbers[low - start : high - start], place_of(name) + low
-            hashes.add_slice(phase, self._unit_of[name], part, place, ranks)
+            hashes.totals.add(keys, part, place)
 
     def _add_state(
         self, hashes: StepHashes, phase: str, segment: Segment, state: State | None
@@ -412,21 +398,6 @@ class TrailWriter:
                 begin = first + piece.shard_start
                 for low, numbers in resting.blocks(begin, begin + piece.numel):
                     self._add_slice(hashes, phase, piece.name, piece.start + low - begin, numbers)
-
-    def _add_states(self, hashes: StepHashes) -> None:
-        """Add the optimizer's state of what this rank steps."""
-        for shard in self._states.stepped_pieces():
-            moments, numbers = self._states.optimizer_states(shard)
-            for key, resting in moments.items():
-                for low, high in tiles(resting.place.start, resting.place.stop, _TILE):
-                    with resting.state.borrowed(low, high, write=False) as part:
-                        start = resting.start + low - resting.place.start
-                        self._add_slice(hashes, f"state {key}", shard.name, start, part)
-            if shard.piece.start == 0:  # a number of the whole parameter: it counts once
-                ranks = self._replay.first(shard.name) if self._replay else []
-                for key, value in numbers.items():
-                    number = xxhash.xxh3_64_intdigest(f"{shard.name} {_text(value)}".encode())
-                    hashes.add(f"state {key}", self._unit_of[shard.name], number, ranks)
 
 
 def _text(value: object) -> str:

@@ -21,7 +21,7 @@ What it does not do: it touches no parameter and installs nothing; it reads name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,15 +52,27 @@ class Stages(nn.Module):
     def __init__(self, modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
         """`numbers`: the stages' in the pipeline."""
         super().__init__()
-        for number, module in zip(numbers, modules, strict=True):
-            self.add_module(str(number), module)
-        self._refuse_shared_names()
+        holder: dict[str, str] = {}
+        named: dict[int, tuple[str, str]] = {}
+        for number, stage in zip(map(str, numbers), modules, strict=True):
+            self.add_module(number, stage)
+            for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+                if name in holder:
+                    raise ConfigError(
+                        f"{name!r} names one tensor of stage {holder[name]} and another of stage"
+                        f" {number}: cut the model so that stages keep its names (a ModuleDict of"
+                        " layers by number, not a Sequential of a slice)"
+                    )
+                if isinstance(tensor, nn.Parameter) and id(tensor) in named:
+                    raise ConfigError(
+                        f"parameter {name!r} of stage {number} is {named[id(tensor)][1]!r} of stage"
+                        f" {named[id(tensor)][0]}, too: a parameter is in one stage; give each a"
+                        " parameter of its own"
+                    )
+                holder[name], named[id(tensor)] = number, (number, name)
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under the name that its stage has for it."""
         memo = set() if memo is None else memo
@@ -86,26 +98,6 @@ class Stages(nn.Module):
             result = stage.load_state_dict(own, *args, **options)
         return result
 
-    def _refuse_shared_names(self) -> None:
-        holder: dict[str, str] = {}
-        named: dict[int, tuple[str, str]] = {}
-        for number, stage in self.named_children():
-            members = [*stage.named_parameters(), *stage.named_buffers()]
-            for name, tensor in members:
-                if name in holder:
-                    raise ConfigError(
-                        f"{name!r} names one tensor of stage {holder[name]} and another of stage"
-                        f" {number}: cut the model so that stages keep its names (a ModuleDict of"
-                        " layers by number, not a Sequential of a slice)"
-                    )
-                if isinstance(tensor, nn.Parameter) and id(tensor) in named:
-                    raise ConfigError(
-                        f"parameter {name!r} of stage {number} is {named[id(tensor)][1]!r} of stage"
-                        f" {named[id(tensor)][0]}, too: a parameter is in one stage; give each a"
-                        " parameter of its own"
-                    )
-                holder[name], named[id(tensor)] = number, (number, name)
-
 
 def model_of(model: Any) -> Any:
     """Return the module to shard where `model` is a stage of a pipeline, a list of stages, or
@@ -114,24 +106,23 @@ def model_of(model: Any) -> Any:
     if type(model).__module__ == "torch._dynamo.eval_frame":  # which may not be imported
         return model._orig_mod
     stages = list(model) if isinstance(model, (list, tuple)) else [model]
-    if not stages or not all(_is_stage(stage) for stage in stages):
+    # by their attributes: torch's own class is private, and importing it takes half a second
+    modules: list[Any] = [
+        getattr(stage, "submod", None) for stage in stages if hasattr(stage, "stage_index")
+    ]
+    if not stages or sum(isinstance(module, nn.Module) for module in modules) < len(stages):
         return model
     if len(stages) == 1:
-        return stages[0].submod
+        return modules[0]
     numbers = [int(stage.stage_index) for stage in stages]
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"the stages {numbers} name one stage twice: give each stage once")
-    return Stages([stage.submod for stage in stages], numbers)
+    return Stages(modules, numbers)
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that have forwards of the whole `model`."""
     return list(model.children()) if isinstance(model, Stages) else [model]
-
-
-def _is_stage(model: Any) -> bool:
-    # by its attributes: torch's own class is private, and importing it takes half a second
-    return isinstance(getattr(model, "submod", None), nn.Module) and hasattr(model, "stage_index")
 
 
 # --------------------------------------------------------------------------------------- own meshes
@@ -170,25 +161,29 @@ class OwnMeshes:
         self._pattern_of: dict[str, str] = {}  # of the outermost modules that match, by name
         self.modules: list[tuple[str, nn.Module]] = []  # these
         for name, module in model.named_modules() if patterns else ():
-            self._match(name, module, patterns)
+            found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+            if not name or not found or not has_parameters(module):
+                continue
+            around = self.of(name)
+            meant = list(dict.fromkeys([around, *found] if around else found))
+            if len(meant) > 1:
+                raise ConfigError(
+                    f"mesh_of: module {name!r} belongs to {meant[0]!r} and to {meant[1]!r}: let one"
+                    " pattern match it"
+                )
+            if not around:
+                self._pattern_of[name] = found[0]
+                self.modules.append((name, module))
         refuse_unmatched(model, patterns)
-        if patterns:
-            self._refuse_ties(model)
-
-    def _match(self, name: str, module: nn.Module, patterns: Sequence[str]) -> None:
-        found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        if not name or not found or not has_parameters(module):
-            return
-        around = self.of(name)
-        meant = list(dict.fromkeys([around, *found] if around else found))
-        if len(meant) > 1:
-            raise ConfigError(
-                f"mesh_of: module {name!r} belongs to {meant[0]!r} and to {meant[1]!r}: let one"
-                " pattern match it"
-            )
-        if not around:
-            self._pattern_of[name] = found[0]
-            self.modules.append((name, module))
+        tied: dict[int, tuple[str, str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False) if patterns else ():
+            pattern = self.of(name.rpartition(".")[0])
+            first, other = tied.setdefault(id(parameter), (name, pattern))
+            if other != pattern:
+                raise ConfigError(
+                    f"mesh_of: parameters {first!r} and {name!r} are one tensor, which would lie"
+                    " over two meshes: untie them, or let a pattern match both of their modules"
+                )
 
     def of(self, name: str) -> str:
         """Return the pattern of the module called `name`, "" where it has no mesh of its own."""
@@ -201,17 +196,6 @@ class OwnMeshes:
         parts = name.split(".")
         names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((one for one in names if one in self._pattern_of), "")
-
-    def _refuse_ties(self, model: nn.Module) -> None:
-        patterns: dict[int, tuple[str, str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            pattern = self.of(name.rpartition(".")[0])
-            first, other = patterns.setdefault(id(parameter), (name, pattern))
-            if other != pattern:
-                raise ConfigError(
-                    f"mesh_of: parameters {first!r} and {name!r} are one tensor, which would lie"
-                    " over two meshes: untie them, or let a pattern match both of their modules"
-                )
 
 
 # ------------------------------------------------------------------------------------------ overlap
@@ -266,13 +250,18 @@ def check_overlap(model: nn.Module) -> None:
         for name, buffer in model.named_buffers()
         if local_of(buffer).numel() and storage_of(local_of(buffer)) is not None
     ]
-    for one, other in _neighbours(extents):
-        if (
-            (one.trained or other.trained)
-            and not (one.is_buffer and other.is_buffer)
-            and _share(one, other)
-        ):
-            first, second = sorted((one, other), key=lambda extent: extent.is_buffer)
+    open_ones: list[_Extent] = []  # with bytes that go on where the current one begins
+    for one in sorted(extents, key=lambda extent: (extent.home, extent.start)):
+        open_ones = [two for two in open_ones if two.home == one.home and two.stop > one.start]
+        for other in open_ones:
+            start, stop = min(one.start, other.start), max(one.stop, other.stop)
+            if (
+                not (one.trained or other.trained)
+                or (one.is_buffer and other.is_buffer)
+                or not bool((one.spots(start, stop) & other.spots(start, stop)).any())
+            ):
+                continue
+            first, second = sorted((other, one), key=lambda extent: extent.is_buffer)
             kind = "buffer" if second.is_buffer else "parameter"
             remedy = (
                 "compute it from the parameter in forward"
@@ -284,16 +273,13 @@ def check_overlap(model: nn.Module) -> None:
                 f" shard() would give each its own, which unties them: {remedy}; or give one a copy"
                 " (.clone())"
             )
+        open_ones.append(one)
 
 
 def _extent(name: str, tensor: torch.Tensor, is_buffer: bool) -> _Extent:
     with torch._C.DisableTorchFunctionSubclass():
         local = local_of(tensor)
-        storage, size, offset = (
-            storage_of(local),
-            local.element_size(),
-            int(local.storage_offset()),
-        )
+        storage, size, offset = storage_of(local), local.element_size(), int(local.storage_offset())
         shape, stride = tuple(local.shape), local.stride()
     assert storage is not None, name
     # of tensors without memory: deferred ones, those on meta
@@ -301,34 +287,8 @@ def _extent(name: str, tensor: torch.Tensor, is_buffer: bool) -> _Extent:
     if storage.nbytes() and storage.data_ptr():
         start, home = storage.data_ptr() + offset * size, (str(tensor.device), 0)
     last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    return _Extent(
-        name,
-        tensor.requires_grad and not is_buffer,
-        is_buffer,
-        home,
-        start,
-        start + (last + 1) * size,
-        size,
-        shape,
-        stride,
-    )
-
-
-def _neighbours(extents: Iterable[_Extent]) -> Iterable[tuple[_Extent, _Extent]]:
-    """Yield the pairs with byte ranges that meet."""
-    open_ones: list[_Extent] = []
-    for extent in sorted(extents, key=lambda extent: (extent.home, extent.start)):
-        open_ones = [
-            other for other in open_ones if other.home == extent.home and other.stop > extent.start
-        ]
-        yield from ((other, extent) for other in open_ones)
-        open_ones.append(extent)
-
-
-def _share(one: _Extent, other: _Extent) -> bool:
-    """Whether two tensors with byte ranges that meet have a byte in common."""
-    start, stop = min(one.start, other.start), max(one.stop, other.stop)
-    return bool((one.spots(start, stop) & other.spots(start, stop)).any())
+    trained, stop = tensor.requires_grad and not is_buffer, start + (last + 1) * size
+    return _Extent(name, trained, is_buffer, home, start, stop, size, shape, stride)
 
 
 # -------------------------------------------------------------------------------------------- units
@@ -401,8 +361,12 @@ def partition_units(
     blocks: dict[str, UnitPlan] = {}
     for name, module in chosen:
         pattern = meshes.of(name)
-        roots = _spanning(model, name, module) if pattern else [(name, module)]
-        plan = UnitPlan(name or "model", pattern, roots=roots)
+        path, spanning = name, module
+        # the module with the forward that spans it
+        while pattern and isinstance(spanning, (nn.ModuleList, nn.ModuleDict)) and path:
+            path = path.rpartition(".")[0]
+            spanning = model.get_submodule(path)
+        plan = UnitPlan(name or "model", pattern, roots=[(path, spanning)])
         for parameter in module.parameters():
             own = names[id(parameter)]
             if own in unassigned:
@@ -416,7 +380,11 @@ def partition_units(
         whole=not apart,
     )
     plans = _in_order(parameters, blocks, unassigned, limit)
-    _find_owners(model, plans)
+    plan_of = {id(parameter): plan for plan in plans for parameter in plan.parameters.values()}
+    for name, module in model.named_modules():
+        own_ids = [id(p) for p in module._parameters.values() if p is not None]
+        for plan in {id(plan_of[one]): plan_of[one] for one in own_ids}.values():
+            plan.owners.append((name, module))
     return plans
 
 
@@ -430,7 +398,7 @@ def _of_stages(model: Stages, units: UnitSpec | None, own_meshes: Sequence[str])
         mine = units
         if units is not None and not callable(units):
             wanted = [units] if isinstance(units, str) else units
-            mine = [want for want in wanted if _matches(want, stage)]
+            mine = [want for want in wanted if _hits(want, dict(stage.named_modules()))]
         elif units is not None:
             mine = [name for name, module in stage.named_modules() if units(name, module)]
         own = [pattern for pattern in own_meshes if matching(pattern, stage)]
@@ -439,21 +407,6 @@ def _of_stages(model: Stages, units: UnitSpec | None, own_meshes: Sequence[str])
             name = f"{plan.name} of stage {number}" if taken else plan.name
             plans.append(replace(plan, name=name))
     return plans
-
-
-def _matches(want: str | type[nn.Module], model: nn.Module) -> bool:
-    return any(
-        name == want if isinstance(want, str) else isinstance(module, want)
-        for name, module in model.named_modules()
-    )
-
-
-def _spanning(model: nn.Module, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the module with the forward that spans `module`: itself, unless it has none."""
-    while isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name:
-        name = name.rpartition(".")[0]
-        module = model.get_submodule(name)
-    return [(name, module)]
 
 
 def find_blocks(
@@ -465,7 +418,17 @@ def find_blocks(
     Raises ConfigError, naming `option`, when a name or class in `blocks` matches nothing, or a
     chosen module holds no parameter.
     """
-    return _repeated_blocks(model) if blocks is None else _chosen_blocks(model, blocks, option)
+    if blocks is not None:
+        return _chosen_blocks(model, blocks, option)
+    # siblings of one class and shape; with submodules if any such exist, else leaf modules (a plain
+    # stack of layers)
+    limit = _size(model) // 8
+    for with_children in (True, False):
+        found: list[tuple[str, nn.Module]] = []
+        _search(model, "", with_children, limit, found)
+        if found:
+            return found
+    return []
 
 
 def _in_order(
@@ -499,34 +462,10 @@ def _is_apart(module: nn.Module) -> bool:
     return bool(getattr(type(module), "unit_of_its_own", False)) and has_parameters(module)
 
 
-def _inner(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children that hold parameters; a module that is cut into units of their own
-    counts as a leaf.
-    """
-    return [
-        (name, child)
-        for name, child in module.named_children()
-        if has_parameters(child) and not _is_apart(child)
-    ]
-
-
 def _size(module: nn.Module) -> int:
     """Return the elements of `module`'s parameters, without units of their own."""
     apart = {id(p) for part in module.modules() if _is_apart(part) for p in part.parameters()}
     return sum(p.numel() for p in module.parameters() if id(p) not in apart)
-
-
-def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find siblings of one class and shape; with submodules if any such exist, else leaf modules
-    (a plain stack of layers).
-    """
-    total = _size(model)
-    for with_children in (True, False):
-        found: list[tuple[str, nn.Module]] = []
-        _search(model, "", with_children, total // 8, found)
-        if found:
-            return found
-    return []
 
 
 def _search(
@@ -539,8 +478,17 @@ def _search(
     """Collect the outermost repeated blocks below `module` that are small enough or hold no
     smaller ones; return whether there were any.
     """
-    children = _inner(module)
-    eligible = [child for _, child in children if _has_submodules(child) or not with_children]
+    # a module that is cut into units of their own counts as a leaf
+    children = [
+        (name, child)
+        for name, child in module.named_children()
+        if has_parameters(child) and not _is_apart(child)
+    ]
+    eligible = [
+        child
+        for _, child in children
+        if not with_children or any(not _is_apart(part) for part in child.children())
+    ]
     counts = Counter(_signature(child) for child in eligible)
     any_found = False
     for name, child in children:
@@ -552,7 +500,10 @@ def _search(
             continue
         inner: list[tuple[str, nn.Module]] = []
         below = _search(child, f"{path}.", with_children, limit, inner)
-        if repeated and (not below or not _worth_descending(child, inner)):
+        # blocks inside hold most of a stage of layers, and not of a layer with two heads
+        if repeated and not (
+            below and len(inner) > 3 and 2 * sum(_size(one) for _, one in inner) > _size(child)
+        ):
             found.append((path, child))
             any_found = True
         else:
@@ -561,15 +512,10 @@ def _search(
     return any_found
 
 
-def _has_submodules(module: nn.Module) -> bool:
-    return any(not _is_apart(child) for child in module.children())
-
-
-def _worth_descending(block: nn.Module, inner: list[tuple[str, nn.Module]]) -> bool:
-    """Whether the repeated blocks inside a large repeated block hold most of it (a stage of
-    layers, not a layer with two heads).
-    """
-    return 2 * sum(_size(module) for _, module in inner) > _size(block) and len(inner) > 3
+def _hits(want: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> list[str]:
+    if isinstance(want, str):
+        return [want] if want in modules else []
+    return [name for name, module in modules.items() if isinstance(module, want)]
 
 
 def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple[str, nn.Module]]:
@@ -587,11 +533,7 @@ def _chosen_blocks(model: nn.Module, units: UnitSpec, option: str) -> list[tuple
         )
         picked = []
         for want in wanted:
-            if isinstance(want, str):
-                hits = [name for name in modules if name == want]
-            else:
-                hits = [name for name, module in modules.items() if isinstance(module, want)]
-            if not hits:
+            if not (hits := _hits(want, modules)):
                 label = want if isinstance(want, str) else want.__name__
                 raise ConfigError(
                     f"{option}: {label!r} matches no module of {type(model).__name__}; take"
@@ -627,13 +569,3 @@ def holding_others(plans: Sequence[UnitPlan]) -> set[int]:
         inside = {index for part in parts if part in needed for index in needed[part][1]}
         found |= {index for index in held if inside - {index}}
     return found
-
-
-def _find_owners(model: nn.Module, plans: list[UnitPlan]) -> None:
-    plan_of = {id(parameter): plan for plan in plans for parameter in plan.parameters.values()}
-    for name, module in model.named_modules():
-        owned = {
-            id(plan_of[id(p)]): plan_of[id(p)] for p in module._parameters.values() if p is not None
-        }
-        for plan in owned.values():
-            plan.owners.append((name, module))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.device_mesh import Holders, MeshAxes, OwnMesh, mesh_axes_of
 from zeroshard.comm.job import init_distributed
 from zeroshard.comm.ranks import MeshRanks, Ranks
@@ -39,11 +38,7 @@ from zeroshard.core.schedule.rules import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import StorageError
 from zeroshard.memory import MemoryCounter, Pages
-from zeroshard.nn.deferred import (
-    allocate,
-    deferred_init,
-    materialize,
-)
+from zeroshard.nn.deferred import allocate, deferred_init, materialize
 from zeroshard.runtime.context import Context, Faults, Options, Tiering
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.leaves import Leaves
@@ -116,31 +111,19 @@ def shard(
     request = requested(mesh_axes, read)
     context = _make_context(request, mesh_axes, sync_from, trains=optimizer is not None)
     context.prepare([local_of(buffer) for buffer in request.model.buffers()])
-    engine = _engine(optimizer, request, context, Repartition(request, mesh_axes, _make_context))
-    context.faults.end_shard()
-    return engine
-
-
-def _engine(
-    optimizer: torch.optim.Optimizer | None,
-    request: ShardRequest,
-    context: Context,
-    again: Repartition,
-) -> Engine:
+    again = Repartition(request, mesh_axes, _make_context)
     prefetch_bytes = request.settings.prefetch_bytes
+    engine = None
     try:
         engine = Engine(
             request.model, request.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
         )
-    except StorageError:
-        context.close()
-        raise
-    if optimizer is not None:
-        try:
+        if optimizer is not None:
             engine.attach(optimizer)
-        except StorageError:
-            engine.close()
-            raise
+    except StorageError:
+        (context if engine is None else engine).close()
+        raise
+    context.faults.end_shard()
     return engine
 
 
@@ -190,6 +173,11 @@ def _make_context(
             dtype_name(precision.wire),
             dtype_name(precision.compute),
         )
+
+    def first_step_over() -> None:
+        for control in controls:
+            control.limit_waits(settings.stall_timeout_s or STALL_TIMEOUT_S)
+
     context = Context(
         policy=policy,
         precision=precision,
@@ -202,21 +190,25 @@ def _make_context(
         meter=MemoryCounter(),
         memory=DeviceMemory(device, Pages(), tiering.link),
         faults=Faults(transport, active=bool(tiering.away), differing=request.differing),
-        options=_make_options(request, trains=trains),
+        options=Options(
+            strict=settings.strict,
+            verify_every=settings.verify_every,
+            broadcast_buffers=settings.broadcast_buffers,
+            clip_norm=settings.gradient_clipping,
+            loss_scaler=settings.loss_scaler(),
+            trains=trains,
+            codecs=settings.comm.codecs(),
+            batch_shares=settings.unequal_shares(request.mesh.size),
+            shares=request.shares,
+            sums_ranks=settings.gradient_reduction == "sum",
+        ),
         prepare=lambda tensors: _prepare(tensors, transport, sync_from),
         tiering=tiering,
         leaves=_leaves_of(request, transport.rank),
-        first_step_over=partial(
-            _limit_waits, controls, settings.stall_timeout_s or STALL_TIMEOUT_S
-        ),
+        first_step_over=first_step_over,
     )
     own = {one.pattern: _own_context(one, context, request, spec) for one in mesh_axes.own}
     return replace(context, own=own)
-
-
-def _limit_waits(controls: Iterable[PeerControl], stall_timeout_s: float) -> None:
-    for control in controls:
-        control.limit_waits(stall_timeout_s)
 
 
 def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:
@@ -227,23 +219,6 @@ def _leaves_of(request: ShardRequest, rank: int) -> Leaves | None:
     cells = request.policy.all_cells
     whole = all(one.grad.is_partial and one.grad.scope is Scope.FULL for one in cells)
     return Leaves(Deal(Tree.parse(leaves), tuple(counts), request.mesh, whole), rank)
-
-
-def _make_options(request: ShardRequest, *, trains: bool) -> Options:
-    """Return what the user wants done beside what the policy says."""
-    settings = request.settings
-    return Options(
-        strict=settings.strict,
-        verify_every=settings.verify_every,
-        broadcast_buffers=settings.broadcast_buffers,
-        clip_norm=settings.gradient_clipping,
-        loss_scaler=settings.loss_scaler(),
-        trains=trains,
-        codecs=settings.comm.codecs(),
-        batch_shares=settings.unequal_shares(request.mesh.size),
-        shares=request.shares,
-        sums_ranks=settings.gradient_reduction == "sum",
-    )
 
 
 def _own_context(own: OwnMesh, whole: Context, request: ShardRequest, spec: CommSpec) -> Context:
@@ -292,7 +267,11 @@ def _make_tiering(request: ShardRequest, mesh_axes: MeshAxes, device: torch.devi
         share = (
             1 / mesh_axes.size if request.shares is None else float(request.shares[mesh_axes.rank])
         )
-        least = _no_room_for(request.model, device, share)
+        if device.type != "cpu" and share:  # what half of the free memory cannot hold
+            free, _ = Device.of(device).mem_get_info()
+            trained = [p for p in request.model.parameters() if p.requires_grad]
+            numel = sum(local_of(p).numel() for p in trained)
+            least = max(0.0, 1.0 - 0.5 * free / (12 * numel * share))
         fractions["optimizer"] = fractions["grad"] = first_fraction(device, link, least=least)
     return Tiering(
         stores=stores,
@@ -304,15 +283,6 @@ def _make_tiering(request: ShardRequest, mesh_axes: MeshAxes, device: torch.devi
         automatic=automatic,
         delayed_update=offload.delayed_update,
     )
-
-
-def _no_room_for(model: nn.Module, device: torch.device, share: float) -> float:
-    """Return the part of the optimizer's state that half of the free memory cannot hold."""
-    if device.type == "cpu" or not share:
-        return 0.0
-    free, _ = Device.of(device).mem_get_info()
-    numel = sum(local_of(p).numel() for p in model.parameters() if p.requires_grad)
-    return max(0.0, 1.0 - 0.5 * free / (12 * numel * share))
 
 
 def _prepare(tensors: Iterable[torch.Tensor], transport: Transport, source: int | None) -> None:

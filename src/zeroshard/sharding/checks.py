@@ -36,20 +36,31 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
         )
     if model.__dict__.get(OWNED):
         raise ConfigError(f"{type(model).__name__} is sharded already: call engine.close() first")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "the model is wrapped in DistributedDataParallel: give shard() the module inside"
-            " (model.module)"
-        )
-    if isinstance(model, nn.DataParallel):
-        raise ConfigError(
-            "the model is wrapped in DataParallel: give shard() the module inside (model.module),"
-            " on one rank per device"
-        )
+    wrappers = {
+        nn.parallel.DistributedDataParallel: "",
+        nn.DataParallel: ", on one rank per device",
+    }
+    for kind, more in wrappers.items():
+        if isinstance(model, kind):
+            raise ConfigError(
+                f"the model is wrapped in {kind.__name__}: give shard() the module inside"
+                f" (model.module){more}"
+            )
     parameters = named_parameters_once(model)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    _check_plain({"parameter": parameters, "buffer": dict(model.named_buffers())})
+    named: list[tuple[str, str, torch.Tensor]]
+    named = [("parameter", *one) for one in parameters.items()]
+    named += [("buffer", *one) for one in model.named_buffers()]
+    for role, name, tensor in named:
+        # a class that dispatches operations itself has no memory of its own to be cut or sent
+        plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not (plain or is_dtensor(tensor)):
+            raise ConfigError(
+                f"{role} {name!r} is a {type(tensor).__name__}, a tensor subclass that wraps"
+                " other tensors, which cannot be sharded: put a plain tensor in its place"
+                " (torchao: dequantize() it, and call quantize_() after training)"
+            )
     _check_parameters(parameters)
     check_overlap(model)
     for name, module in model.named_modules():
@@ -60,21 +71,6 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
     check_elementwise(optimizer)
-
-
-def _check_plain(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise ConfigError for a tensor of a class that dispatches operations itself: it has no memory
-    of its own that could be cut, sent or compared. `tensors`: by kind, by name.
-    """
-    for kind, named in tensors.items():
-        for name, tensor in named.items():
-            plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-            if not (plain or is_dtensor(tensor)):
-                raise ConfigError(
-                    f"{kind} {name!r} is a {type(tensor).__name__}, a tensor subclass that wraps"
-                    " other tensors, which cannot be sharded: put a plain tensor in its place"
-                    " (torchao: dequantize() it, and call quantize_() after training)"
-                )
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

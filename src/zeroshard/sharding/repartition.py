@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,14 +134,8 @@ _CUT_OFF = (
 )
 
 
-class MakeContext(Protocol):
-    """Make what the parts of an engine share (sharding/api.py). Collective over the
-    ranks of `mesh_axes`.
-    """
-
-    def __call__(
-        self, request: ShardRequest, mesh_axes: MeshAxes, /, *, trains: bool
-    ) -> Context: ...
+# makes what the parts of an engine share (sharding/api.py); collective over the ranks of the axes
+MakeContext = Callable[..., Context]  # (request, mesh_axes, trains=)
 
 
 @dataclass(frozen=True)
@@ -167,9 +161,9 @@ class Repartition:
         """Lay `engine` out anew with these `changes` (``Engine.repartition``)."""
         if states_of(engine).is_closed or not self._is_away:
             states_of(engine).check_open()
+        mesh = changes.get("mesh")
         try:
             # what one of the old ranks refuses is raised on all of them
-            mesh = changes.get("mesh")
             new_ranks = mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh
             ranks = Ranks() if self._is_away else states_of(engine).peers
             with ranks.together(_CALL) as meeting:
@@ -179,7 +173,10 @@ class Repartition:
             if not self._is_away:
                 states_of(engine).finish_step()
         except (CheckpointError, ConfigError, PlanMismatch, StateError, StorageError) as refused:
-            self._tell_who_comes(changes, refused)
+            # on the ranks that come to the engine, too
+            if isinstance(mesh, DeviceMesh) and _rank() in mesh.mesh and self._grows(mesh):
+                with HandOver(_mesh_axes_in(mesh, changes).group).ranks.together(_CALL):
+                    raise refused
             raise
         mesh_axes, hand_over, answers = self._meet(engine, changes)
         request = self._agree_on_settings(engine, hand_over, mesh_axes, answers, changes)
@@ -239,7 +236,8 @@ class Repartition:
             )
         parts.check_at_rest(_CALL)
         facts_of(segments_of(parts, _averages(engine)))  # raises for state that cannot be cut
-        if mesh is not None and _overlap_in_part(self._ranks, mesh.mesh.flatten().tolist()):
+        old, new = set(self._ranks), set() if mesh is None else set(mesh.mesh.flatten().tolist())
+        if mesh is not None and new - old and old - new:  # some leave and others come
             raise ConfigError(
                 f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and the engine lies over"
                 f" {self._ranks}: go over a mesh that contains both, or one inside the other"
@@ -251,13 +249,6 @@ class Repartition:
     def _grows(self, mesh: DeviceMesh) -> bool:
         """Whether ranks come to the engine: all ranks that take part are then in `mesh`."""
         return self._is_away or not set(mesh.mesh.flatten().tolist()) <= set(self._ranks)
-
-    def _tell_who_comes(self, changes: Mapping[str, Any], refusal: ZeroshardError) -> None:
-        """Raise, on the ranks that come to the engine, too, what the old ranks refuse."""
-        mesh = changes.get("mesh")
-        if isinstance(mesh, DeviceMesh) and _rank() in mesh.mesh and self._grows(mesh):
-            with HandOver(_mesh_axes_in(mesh, changes).group).ranks.together(_CALL):
-                raise refusal
 
     def _meet(
         self, engine: Engine, changes: Mapping[str, Any]
@@ -280,8 +271,17 @@ class Repartition:
             model = json.dumps(self._request.report.model).encode()
             digest = hashlib.blake2b(model, digest_size=8).hexdigest()
             meeting.compare({"model": digest, "averages": averages})
-            ranks, settings = None if self._is_away else self._ranks, self._settings_json(changes)
-            meeting.give({"ranks": ranks, "rank": _rank(), "settings": settings})
+            settings = _settings(self._request.common, changes)
+            policy = settings.policy
+            known = {  # the settings that may change, for ranks that come back
+                "policy": policy if policy is None or isinstance(policy, str) else None,
+                "stage": settings.stage,
+                "offload": settings.offload.model_dump(mode="json"),
+                "shares": EQUAL if settings.shares is None else settings.shares,
+                "node_size": settings.comm.node_size,
+            }
+            ranks = None if self._is_away else self._ranks
+            meeting.give({"ranks": ranks, "rank": _rank(), "settings": known})
         answers: list[dict[str, Any]] = meeting.answers
         held = [one["ranks"] for one in answers if one["ranks"] is not None]
         here = {one["rank"] for one in answers}
@@ -296,18 +296,6 @@ class Repartition:
             )
         return None if leaves else mesh_axes, hand_over, answers
 
-    def _settings_json(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that may change, for ranks that come back."""
-        settings = _settings(self._request.common, changes)
-        policy = settings.policy
-        return {
-            "policy": policy if policy is None or isinstance(policy, str) else None,
-            "stage": settings.stage,
-            "offload": settings.offload.model_dump(mode="json"),
-            "shares": EQUAL if settings.shares is None else settings.shares,
-            "node_size": settings.comm.node_size,
-        }
-
     def _agree_on_settings(
         self,
         engine: Engine,
@@ -318,37 +306,35 @@ class Repartition:
     ) -> ShardRequest | None:
         """Return the new request of a rank of the new layout. Raises on every rank."""
         with hand_over.ranks.together(_CALL) as meeting:
-            request = (
-                None
-                if mesh_axes is None
-                else self._new_request(engine, mesh_axes, answers, changes)
-            )
-            meeting.give(None if request is None else request.report.settings)
-        _compare([found for found in meeting.answers if found is not None])
-        return request
-
-    def _new_request(
-        self,
-        engine: Engine,
-        mesh_axes: MeshAxes,
-        answers: Sequence[dict[str, Any]],
-        changes: Mapping[str, Any],
-    ) -> ShardRequest:
-        settings = self._request.common
-        if self._is_away:
-            first = next(one for one in answers if one["ranks"] is not None)
-            settings = _settings(settings, first["settings"])
-        settings = _settings(settings, changes)
-        if isinstance(settings.shares, str) and "shares" not in changes and "mesh" in changes:
-            raise ConfigError(
-                f"shares={settings.shares!r} was measured on other ranks: pass shares= again"
-            )
-        request = changed_request(self._request, settings, mesh_axes)
-        away = [cells.optim.tier for cells in request.settings.resolved_policy().all_cells]
-        if averages_of(engine) and set(away) != {Tier.DEVICE}:
-            raise ConfigError(
-                "zs.EMA keeps an average beside masters on the device: leave offload.optimizer"
-                " there, or drop the average first"
+            request = None
+            if mesh_axes is not None:
+                settings = self._request.common
+                if self._is_away:
+                    first = next(one for one in answers if one["ranks"] is not None)
+                    settings = _settings(settings, first["settings"])
+                settings = _settings(settings, changes)
+                measured = isinstance(settings.shares, str) and "shares" not in changes
+                if measured and "mesh" in changes:
+                    raise ConfigError(
+                        f"shares={settings.shares!r} was measured on other ranks: pass shares="
+                        " again"
+                    )
+                request = changed_request(self._request, settings, mesh_axes)
+                cells = request.settings.resolved_policy().all_cells
+                if averages_of(engine) and {one.optim.tier for one in cells} != {Tier.DEVICE}:
+                    raise ConfigError(
+                        "zs.EMA keeps an average beside masters on the device: leave"
+                        " offload.optimizer there, or drop the average first"
+                    )
+                meeting.give(request.report.settings)
+        reports = [found for found in meeting.answers if found is not None]
+        entries = [[f"{name} = {text}" for name, text in report.items()] for report in reports]
+        position, found = first_difference(entries)
+        if len(set(found)) > 1:
+            name = entries[0][position].split(" = ")[0]
+            raise PlanMismatch(
+                f"the ranks disagree, first about {name!r}: {holders(found)}. Pass the same options"
+                " on every rank"
             )
         return request
 
@@ -362,7 +348,13 @@ class Repartition:
         """Make the new layout's transports and stores, on its ranks."""
         if request is None or mesh_axes is None:
             return None
-        request = _measured(engine, request, mesh_axes, changes)
+        shares = changes.get("shares")
+        if isinstance(shares, str) and shares != EQUAL:  # they follow what is measured now
+            rests = engine.memory().tiers.values()
+            own_bytes = sum(by_tier.get(Tier.DEVICE.value, 0) for by_tier in rests)
+            device = parts_of(engine).context.device
+            numbers = resolved(shares, mesh_axes.group, device, own_bytes)
+            request = replace(request, shares=shares_of(numbers))
         trains = parts_of(engine).sharded is not None
         context = self._make(request, mesh_axes, trains=trains)
         scaler = parts_of(engine).context.options.loss_scaler
@@ -406,7 +398,13 @@ class _Relayout:
             with self._hand_over.ranks.together(_CALL) as meeting:
                 ready = self._ready = make()
                 facts = self._move.facts(None if ready is None else ready.planned)
-                meeting.give([asdict(facts), self._known()])
+                known = None
+                if self._some_come_back and not self._comes_back:
+                    try:
+                        known = carried(self._engine)
+                    except CheckpointError as odd:  # an option of a param group without a form
+                        raise ConfigError(str(odd)) from odd
+                meeting.give([asdict(facts), known])
         except ZeroshardError:
             if self._ready is not None:
                 self._ready.context.close()
@@ -418,15 +416,6 @@ class _Relayout:
             if any(state != states[0] for state in states):
                 self._carried["generators"] = None
         return ready
-
-    def _known(self) -> dict[str, Any] | None:
-        """Return what this rank tells those that come back."""
-        if not self._some_come_back or self._comes_back:
-            return None
-        try:
-            return carried(self._engine)
-        except CheckpointError as odd:  # an option of a param group without a form
-            raise ConfigError(str(odd)) from odd
 
     def run(self) -> None:
         """Move everything. What is cut off leaves an engine that refuses to be used."""
@@ -459,7 +448,11 @@ class _Relayout:
             move.give_all()
         else:
             release_parameters(self._parts)
-            self._build(ready)
+            context, plans = ready.context, ready.request.plans
+            units = build_units(plans, context, ready.planned, move)
+            prefetch_bytes = ready.request.settings.prefetch_bytes
+            relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
+            context.faults.end_shard()
         if self._carried is not None:
             for buffer in self._engine.module.buffers():
                 self._hand_over.give(local_of(buffer), self._first)
@@ -474,13 +467,6 @@ class _Relayout:
             parts.finalizer.continue_from(finalizer.step, finalizer.skipped)
             parts.backward.parameters.hides = self._parts.backward.parameters.hides
         move.end(stays=ready is not None)
-
-    def _build(self, ready: _Ready) -> None:
-        context, plans, move = ready.context, ready.request.plans, self._move
-        units = build_units(plans, context, ready.planned, move)
-        prefetch_bytes = ready.request.settings.prefetch_bytes
-        relaid(self._engine, units, plans, context, prefetch_bytes=prefetch_bytes, cut=move.cut)
-        context.faults.end_shard()
 
     def end(self) -> None:
         """Raise StorageError on every rank where a tier has failed on any. Collective."""
@@ -510,24 +496,6 @@ def _settings(settings: Config, changes: Mapping[str, Any]) -> Config:
     return build_config(settings, **known)
 
 
-def _measured(
-    engine: Engine, request: ShardRequest, mesh_axes: MeshAxes, changes: Mapping[str, Any]
-) -> ShardRequest:
-    """Return `request` with shares that follow what is measured now, if `changes` ask for that; the
-    first rank logs why. Collective over the new ranks.
-    """
-    shares = changes.get("shares")
-    if shares == EQUAL or not isinstance(shares, str):
-        return request
-    rests = engine.memory().tiers.values()
-    own_bytes = sum(by_tier.get(Tier.DEVICE.value, 0) for by_tier in rests)
-    device = parts_of(engine).context.device
-    numbers, reason = resolved(shares, mesh_axes.group, device, own_bytes)
-    if mesh_axes.rank == 0:
-        _log.info("%s", reason)
-    return replace(request, shares=shares_of(numbers))
-
-
 def _mesh_axes_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> MeshAxes:
     """Return the axes of `mesh`. Collective over it; raises ConfigError."""
     limit_s = changes.get("stall_timeout_s") or FIRST_STALL_TIMEOUT_S
@@ -538,23 +506,6 @@ def _mesh_axes_in(mesh: DeviceMesh, changes: Mapping[str, Any]) -> MeshAxes:
             " save, close and shard() again"
         )
     return mesh_axes
-
-
-def _compare(reports: Sequence[Mapping[str, str]]) -> None:
-    """Raise PlanMismatch where the new ranks ask for different settings."""
-    entries = [[f"{name} = {text}" for name, text in report.items()] for report in reports]
-    position, found = first_difference(entries)
-    if len(set(found)) > 1:
-        name = entries[0][position].split(" = ")[0]
-        raise PlanMismatch(
-            f"the ranks disagree, first about {name!r}: {holders(found)}. Pass the same options on"
-            " every rank"
-        )
-
-
-def _overlap_in_part(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether some ranks leave and others come."""
-    return bool(set(new) - set(old)) and bool(set(old) - set(new))
 
 
 def _rank() -> int:

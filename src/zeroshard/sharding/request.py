@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,25 +31,11 @@ from zeroshard.core.precision import dtype_name
 from zeroshard.core.shares import Dealer, Shares, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
-from zeroshard.nn.deferred import (
-    fingerprint_of,
-    refuse_inside,
-)
+from zeroshard.nn.deferred import fingerprint_of, refuse_inside
 from zeroshard.runtime.build import compute_dtypes, gradient_bytes
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
-from zeroshard.sharding.checks import (
-    check_codecs,
-    check_dtensors,
-    check_leaves,
-    check_model,
-    check_nodes,
-    check_own_meshes,
-    check_per_rank,
-    check_precision,
-    check_renormed,
-    node_size_of,
-)
+from zeroshard.sharding import checks
 from zeroshard.state.local import local_of, part_of, whole_shape
 
 _log = logging.getLogger("zeroshard")
@@ -99,8 +85,13 @@ class Report:
         model, named = call.model, named_parameters_once(call.model)
         groups = {own.pattern: own.holders.groups for own in call.mesh_axes.own}
         report = _model_report(model, call.optimizer, dtypes, plans)
-        values = _initial_values(model) if call.sync_from is None else {}
-        if values and any(fingerprint_of(parameter) is not None for parameter in named.values()):
+        # a digest of each parameter's values, or of how they will be computed
+        values: dict[str, str] = {}
+        for name, p in named.items() if call.sync_from is None else ():
+            recipe = fingerprint_of(p)
+            value = digest_of(local_of(p)) if recipe is None else f"deferred {recipe}"
+            values[_initial(name)] = value
+        if any(text.startswith("deferred ") for text in values.values()):
             report["a deferred model"] = "yes"
         else:
             report, values = report | values, {}
@@ -109,13 +100,9 @@ class Report:
             report,
             values,
             frozenset(_initial(name) for name, p in named.items() if part_of(name, p).axes),
-            {
-                _initial(p): groups[one.pattern]
-                for one in plans
-                if one.pattern
-                for p in one.parameters
-            },
-        )
+            {_initial(name): groups[one.pattern] for one in plans if one.pattern
+             for name in one.parameters},
+        )  # fmt: skip
 
     def bring(self, meeting: Meeting) -> None:
         """Let the data parallel ranks compare it in a `meeting`; `compare` takes the answers."""
@@ -133,25 +120,24 @@ class Report:
         same parameters.
         """
         values, of_some = zip(*answers, strict=True)
-        differences = _differing(values, self.within)
+        # not the same on every rank (or `within` groups of ranks); all have the same names
+        differences: dict[str, str] = {}
+        all_ranks = (tuple(range(len(values))),)
+        for name in values[0]:
+            for ranks in self.within.get(name, all_ranks):
+                texts = [values[rank][name] for rank in ranks]
+                if len(set(texts)) > 1:
+                    differences.setdefault(name, holders(texts, ranks))
         along_axes.compare(self.settings)
-        along_axes.compare(self._alike(differences, of_some), replicas)
-        return differences
-
-    def _alike(
-        self, differences: Mapping[str, str], of_some: Sequence[Mapping[str, str]]
-    ) -> dict[str, str]:
-        """Return what is the same on replicas, as every rank of a group says it: of parameters that
-        `of_some` ranks hold, given by each, one digest.
-        """
         left_out = self.within.keys() | differences.keys() | self.parts
         known = self.values | self.model
         alike = {name: text for name, text in known.items() if name not in left_out}
-        if self.within:
+        if self.within:  # of parameters that some ranks hold, given by each of them, one digest
             mine = [[t for name, t in one.items() if name not in differences] for one in of_some]
             digest = hashlib.blake2b(json.dumps(mine).encode(), digest_size=8).hexdigest()
             alike["initial values of parameters with a mesh of their own"] = digest
-        return alike
+        along_axes.compare(alike, replicas)
+        return differences
 
 
 def settings_report(settings: Config, mesh_axes: MeshAxes, node_size: int | None) -> dict[str, str]:
@@ -193,46 +179,9 @@ def _model_report(
     return report
 
 
-def _initial_values(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each parameter's values, or of how they will be computed."""
-    values: dict[str, str] = {}
-    for name, parameter in named_parameters_once(model).items():
-        recipe = fingerprint_of(parameter)
-        value = digest_of(local_of(parameter)) if recipe is None else f"deferred {recipe}"
-        values[_initial(name)] = value
-    return values
-
-
-def _differing(
-    everyone: Sequence[Mapping[str, str]], within: Mapping[str, Groups]
-) -> dict[str, str]:
-    """Return the entries that are not the same on every rank (or `within` groups of ranks), with
-    who holds what; all have the same names.
-    """
-    found: dict[str, str] = {}
-    all_ranks = (tuple(range(len(everyone))),)
-    for name in everyone[0]:
-        for ranks in within.get(name, all_ranks):
-            texts = [everyone[rank][name] for rank in ranks]
-            if len(set(texts)) > 1:
-                found.setdefault(name, holders(texts, ranks))
-    return found
-
-
 def _initial(name: str) -> str:
     """Return what reports call the initial value of a parameter."""
     return f"initial value of {name}"
-
-
-def errors_by_id(model: nn.Module, differences: Mapping[str, str]) -> dict[int, str]:
-    """Return, by parameter id, the error message for values that differ between ranks."""
-    remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
-    named = named_parameters_once(model).items()
-    keys = {_initial(name): id(parameter) for name, parameter in named}
-    return {
-        keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
-        for name, who in differences.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -277,7 +226,13 @@ def requested(mesh_axes: MeshAxes, read: Callable[[], tuple[Call, Config]]) -> S
             request = _checked(call, settings, numbers)
             request.report.bring(meeting)
         differences = request.report.compare(meeting.answers, along_axes, mesh_axes.along.replicas)
-    return replace(request, differing=errors_by_id(call.model, differences))
+    remedy = f"{REMEDY}, or give it values with zs.load_pretrained() before its first use"
+    keys = {_initial(name): id(p) for name, p in named_parameters_once(call.model).items()}
+    errors = {
+        keys[name]: f"the ranks disagree, first about {name!r}: {who}. {remedy}"
+        for name, who in differences.items()
+    }
+    return replace(request, differing=errors)
 
 
 def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
@@ -295,7 +250,7 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
         raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                           " other axes or mesh_of: name a row")  # fmt: skip
     refuse_inside("shard()")
-    check_model(call.model, call.optimizer)
+    checks.check_model(call.model, call.optimizer)
     if settings.policy == AUTO:
         from zeroshard.planner.modules import facts  # and with it the planner
 
@@ -314,10 +269,7 @@ def _numbers(call: Call, settings: Config) -> Sequence[float] | None:
     named = [p for p in call.model.parameters() if fingerprint_of(p) is None]
     own_bytes = sum(local_of(p).nbytes for p in named)
     device = next(call.model.parameters()).device
-    numbers, reason = resolved(shares, mesh_axes.group, device, own_bytes)
-    if mesh_axes.rank == 0:
-        _log.info("%s", reason)
-    return numbers
+    return resolved(shares, mesh_axes.group, device, own_bytes)
 
 
 def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Config:
@@ -330,11 +282,11 @@ def _chosen(call: Call, settings: Config, everyone: list[dict[str, Any]]) -> Con
 
     def check(chosen: Config) -> None:
         chosen.refuse_unsupported()
-        check_nodes(Mesh.of(len(everyone), node_size_of(chosen, mesh_axes.dims)), chosen)
+        node_size = checks.node_size_of(chosen, mesh_axes.dims)
+        checks.check_nodes(Mesh.of(len(everyone), node_size), chosen)
 
-    known = (
-        settings.comm.node_size if mesh_axes.dims.node_size is None else mesh_axes.dims.node_size
-    )
+    named = mesh_axes.dims.node_size
+    known = settings.comm.node_size if named is None else named
     out, reason = decide(
         call.model, call.optimizer, settings, everyone, node_size=known, check=check
     )
@@ -355,18 +307,18 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
             " replicas along 'tp' must begin alike: build the same model on every rank (same seed)"
         )
     refuse_inside("shard()")
-    check_model(model, call.optimizer)
-    check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
+    checks.check_model(model, call.optimizer)
+    checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
-    check_precision(model, precision)
+    checks.check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
-    check_codecs(model, dtypes, settings)
-    check_leaves(model, settings, mesh_axes)
+    checks.check_codecs(model, dtypes, settings)
+    checks.check_leaves(model, settings, mesh_axes)
     plans = partition_units(
         model, settings.units, own_meshes=[own.pattern for own in mesh_axes.own]
     )
-    check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
-    check_renormed(model, plans, dtypes, settings)
+    checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
+    checks.check_renormed(model, plans, dtypes, settings)
     cut = None if shares is None else shares_of(shares)
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
@@ -387,8 +339,8 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     the same, and so are shares that were measured. Raises ConfigError.
     """
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
-    check_codecs(request.model, request.dtypes, settings)
-    check_renormed(request.model, request.plans, request.dtypes, settings)
+    checks.check_codecs(request.model, request.dtypes, settings)
+    checks.check_renormed(request.model, request.plans, request.dtypes, settings)
     shares = request.shares
     if not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
@@ -409,14 +361,14 @@ def _rank_settings(common: Config, mesh_axes: MeshAxes) -> tuple[Config, Mesh, i
     Raises ConfigError.
     """
     common.refuse_unsupported()
-    check_per_rank(common, mesh_axes.size, mesh_axes)
+    checks.check_per_rank(common, mesh_axes.size, mesh_axes)
     common.batch_sizes(mesh_axes.size)
     common.unequal_shares(mesh_axes.size)
     common.leaves_of(mesh_axes.size)
     settings = common.at(mesh_axes.rank)
-    node_size = node_size_of(settings, mesh_axes.dims)
+    node_size = checks.node_size_of(settings, mesh_axes.dims)
     mesh = Mesh.of(mesh_axes.size, node_size, mesh_axes.dims.others)
-    check_nodes(mesh, settings)
+    checks.check_nodes(mesh, settings)
     return settings, mesh, node_size
 
 
