@@ -22,7 +22,7 @@ from tests.device.programs import (
 )
 from tests.features.test_experts import ORDERS
 from tests.support.experts import in_turn
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.programs import Program, Trained
 from tests.support.training import (
     Routed,
@@ -71,7 +71,8 @@ def test_a_cut_model_has_the_bits_of_the_cpu(name: str) -> None:
     assert run_ranks(2, _beside_the_cpu, name, device=_DEVICE) == [[], []]
 
 
-def _two_engines(rank: int, world: int) -> list[str]:
+@on_ranks(1, device=_DEVICE)
+def test_two_engines_train_on_two_devices_in_turns(rank: int) -> None:
     """Train on two devices of one process in turns."""
     set_schedule(FIFO)
     expected = CASES["zero3 bf16"].program.train("zsim:0", rank=rank)
@@ -91,11 +92,7 @@ def _two_engines(rank: int, world: int) -> list[str]:
         with _on(index):
             state = {name: value.cpu() for name, value in final_state(model, engine).items()}
         found += differences(state, expected.state)
-    return found
-
-
-def test_two_engines_train_on_two_devices_in_turns() -> None:
-    assert run_ranks(1, _two_engines, device=_DEVICE) == [[]]
+    assert found == []
 
 
 @dataclass(frozen=True)

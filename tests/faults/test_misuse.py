@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, batch, make_model, two_groups
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
@@ -45,14 +45,11 @@ def test_a_model_that_is_sharded_already() -> None:
     zs.shard(model).close()
 
 
-def _wrapped(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_model_wrapped_in_ddp() -> None:
     _refused(
         r"wrapped in DistributedDataParallel: .*model.module", DistributedDataParallel(make_model())
     )
-
-
-def test_a_model_wrapped_in_ddp() -> None:
-    run_ranks(2, _wrapped)
 
 
 def test_a_model_that_fsdp_manages() -> None:
@@ -296,7 +293,11 @@ def test_shard_before_a_process_group_under_mpirun(monkeypatch: pytest.MonkeyPat
 # -------------------------------------------------------------------------------- ranks that differ
 
 
-def _differ(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@on_ranks(2)
+def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(
+    rank: int, transport: str
+) -> None:
     def told(message: str, *, make: Callable[[], nn.Module] = make_model, **options: Any) -> None:
         model = make()
         with pytest.raises(PlanMismatch, match=message) as caught:
@@ -350,17 +351,12 @@ def _differ(rank: int, world: int, transport: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(
-    transport: str,
-) -> None:
-    run_ranks(2, _differ, transport)
-
-
 # --------------------------------------------------------------------------------- the wrong moment
 
 
-def _too_early(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_step_without_backward(rank: int, row: str) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row)
@@ -378,11 +374,6 @@ def _too_early(rank: int, world: int, row: str) -> None:
     model(*batch(rank, 0)).backward()
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_step_without_backward(row: str) -> None:
-    run_ranks(2, _too_early, row)
 
 
 def test_fp16_needs_the_engines_backward() -> None:
@@ -465,7 +456,9 @@ class Gained(nn.Module):
         return (self.gain * self.linear(x)).sum() + self.levels.sum()
 
 
-def _writes(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["zero3"])
+@on_ranks(2)
+def test_writing_to_a_released_parameter_by_any_way_is_an_error(row: str) -> None:
     torch.manual_seed(0)
     model = Gained()
     x = torch.ones(2, 7)
@@ -508,11 +501,6 @@ def _writes(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("row", ["zero3"])
-def test_writing_to_a_released_parameter_by_any_way_is_an_error(row: str) -> None:
-    run_ranks(2, _writes, row)
-
-
 def test_a_released_parameter_has_its_metadata_and_reads_as_nan_past_its_guard() -> None:
     model = Gained()
     like = {
@@ -531,7 +519,9 @@ def test_a_released_parameter_has_its_metadata_and_reads_as_nan_past_its_guard()
     assert torch.equal(model.levels, torch.arange(5))
 
 
-def _writes_while_gathered(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_writing_to_a_gathered_parameter_is_kept_or_an_error(rank: int, row: str) -> None:
     """Edits without writeback are kept (rows that step everything everywhere) or are an error:
     never lost in silence.
     """
@@ -563,11 +553,6 @@ def _writes_while_gathered(rank: int, world: int, row: str) -> None:
         model(*batch(rank, 0))
     engine.reset()
     engine.close()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_writing_to_a_gathered_parameter_is_kept_or_an_error(row: str) -> None:
-    run_ranks(2, _writes_while_gathered, row)
 
 
 # ----------------------------------------------------------------------- modules that are not plain
@@ -626,7 +611,9 @@ def test_a_model_wrapped_in_data_parallel() -> None:
     _refused(r"wrapped in DataParallel: .*model.module", nn.DataParallel(nn.Linear(3, 3)))
 
 
-def _wraps(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(2)
+def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
     model = make_model()
     engine = zs.shard(model, two_groups(model), policy=row)
     for wrap in (DistributedDataParallel, lambda model: model._replicate_for_data_parallel()):
@@ -637,11 +624,6 @@ def _wraps(rank: int, world: int, row: str) -> None:
             wrap(model)
     engine.close()
     DistributedDataParallel(model)
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
-    run_ranks(2, _wraps, row)
 
 
 # --------------------------------------------------------------------------------------- one memory
@@ -704,7 +686,11 @@ def _take_out(model: nn.Module) -> None:
     model.head = nn.Identity()
 
 
-def _changes(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(2)
+def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(
+    rank: int, row: str
+) -> None:
     for change, name in (
         (_append, "'blocks.4.weight' came into the model after shard"),
         (_replace_module, "'head.weight' came into the model after shard"),
@@ -730,11 +716,6 @@ def _changes(rank: int, world: int, row: str) -> None:
         model(*batch(rank, step)).backward()
         optimizer.step()  # a frozen parameter that came later is nobody's to train
     engine.close()
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(row: str) -> None:
-    run_ranks(2, _changes, row)
 
 
 def test_stepping_an_optimizer_made_after_shard_names_attach() -> None:
@@ -790,7 +771,8 @@ def test_arguments_of_save_and_load_that_are_no_such_thing_are_named(tmp_path: P
     engine.close()
 
 
-def _appended(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_in_bf16_torchs_error_about_a_module_that_came_later_names_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
@@ -801,9 +783,5 @@ def _appended(rank: int, world: int) -> str:
     del model[2]
     engine.backward(model(torch.ones(2, 4)).sum())
     engine.close()
-    return "".join(caught.value.__notes__)
-
-
-def test_in_bf16_torchs_error_about_a_module_that_came_later_names_it() -> None:
-    for note in run_ranks(2, _appended):
-        assert "'2.weight' came into the model after shard()" in note and "\n" not in note
+    note = "".join(caught.value.__notes__)
+    assert "'2.weight' came into the model after shard()" in note and "\n" not in note

@@ -27,7 +27,7 @@ import zeroshard as zs
 import zeroshard.tier.disk as disk_tier
 from tests.support import inside
 from tests.support.broken_storage import Broken, patched
-from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.launched import PATHS
 from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, two_groups
 from zeroshard import CheckpointError, StateError, StorageError
@@ -824,15 +824,25 @@ def test_a_rank_that_shadows_the_others_in_join_hears_of_a_fault(key: str, tmp_p
 # ---------------------------------------------------------------------------------- reset and close
 
 
-def _closed(
-    rank: int, world: int, transport: str, key: str, since: str, path: str
-) -> tuple[str, str, list[str], bool]:
-    """Close at once after a fault, with a disk that still fails; return the errors of the pass
-    and of close(), what was logged, whether NaN came back.
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("key", "since"),
+    [
+        ("blocks.1_fp32_weights", "forward"),
+        ("blocks.1_fp32_weights", "step"),
+        ("blocks.1_fp32_exp_avg.", "step"),
+    ],
+)
+@on_ranks(2, timeout=60)
+def test_close_gives_everything_back_after_a_fault_and_says_what_is_lost(
+    rank: int, key: str, since: str, transport: str, tmp_path: Path
+) -> None:
+    """Close at once after a fault, with a disk that still fails; look at the errors of the pass and
+    of close(), what was logged, whether NaN came back.
     """
     case = Case("read", key, since, "", False, options=DISK)
     threads = set(threading.enumerate())
-    training = Training(rank, case, path, transport)
+    training = Training(rank, case, tmp_path, transport)
     training.step(0)
     broken, seen, ended = Broken("read", key), Seen(), ""
     records: list[str] = []
@@ -847,41 +857,33 @@ def _closed(
             ended = str(error)
     logging.getLogger("zeroshard").removeHandler(handler)
     _joined(threads)
-    assert not [name for name in os.listdir(path) if f"-{rank}-{os.getpid()}-" in name]
+    assert not [name for name in os.listdir(tmp_path) if f"-{rank}-{os.getpid()}-" in name]
     assert type(training.model.blocks[1].up.weight) is torch.nn.Parameter
     training.optimizer.zero_grad()
     training.model(*batch(rank, 0)).backward()  # a plain module and a plain optimizer
     training.optimizer.step()
     nan = any(bool(parameter.isnan().any()) for parameter in training.model.parameters())
-    return seen.error, ended, [record for record in records if "given back" in record], nan
+    (error, ended, logged, nan) = (
+        seen.error,
+        ended,
+        [record for record in records if "given back" in record],
+        nan,
+    )
+    assert key.rstrip(".").replace("_fp32_", ":fp32 ") in error, rank
+    lost = since == "step"
+    assert bool(logged) is lost, (rank, logged)  # it was told before
+    assert bool(ended) is not lost, (rank, ended)
+    assert nan is ("weights" in key), rank  # what could not be read reads as NaN, on every rank
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("key", "since"),
-    [
-        ("blocks.1_fp32_weights", "forward"),
-        ("blocks.1_fp32_weights", "step"),
-        ("blocks.1_fp32_exp_avg.", "step"),
-    ],
-)
-def test_close_gives_everything_back_after_a_fault_and_says_what_is_lost(
-    key: str, since: str, transport: str, tmp_path: Path
+@on_ranks(2, timeout=60)
+def test_reset_waits_for_reads_that_are_under_way(
+    rank: int, transport: str, tmp_path: Path
 ) -> None:
-    for rank, (error, ended, logged, nan) in enumerate(
-        run_ranks(2, _closed, transport, key, since, str(tmp_path), timeout=60)
-    ):
-        assert key.rstrip(".").replace("_fp32_", ":fp32 ") in error, rank
-        lost = since == "step"
-        assert bool(logged) is lost, (rank, logged)  # it was told before
-        assert bool(ended) is not lost, (rank, ended)
-        assert nan is ("weights" in key), rank  # what could not be read reads as NaN, on every rank
-
-
-def _abandoned(rank: int, world: int, transport: str, path: str) -> list[str]:
     """Leave a forward by an exception while slow reads are under way, and reset."""
-    training = Training(rank, Case("", "", "", "", False, options=DISK), path, transport)
-    reference = Training(rank, Case("", "", "", "", False), path, transport)
+    training = Training(rank, Case("", "", "", "", False, options=DISK), tmp_path, transport)
+    reference = Training(rank, Case("", "", "", "", False), tmp_path, transport)
     for step in range(2):
         training.step(step)
         reference.step(step)
@@ -910,12 +912,8 @@ def _abandoned(rank: int, world: int, transport: str, path: str) -> list[str]:
     runs = [Run([], t.engine.full_state_dict(rank0_only=False)) for t in (training, reference)]
     training.engine.close()
     reference.engine.close()
-    return runs[0].differs_from(runs[1])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_reset_waits_for_reads_that_are_under_way(transport: str, tmp_path: Path) -> None:
-    assert run_ranks(2, _abandoned, transport, str(tmp_path), timeout=60) == [[], []]
+    found = runs[0].differs_from(runs[1])
+    assert found == []
 
 
 # ---------------------------------------------------------------------- killed runs, and neighbours

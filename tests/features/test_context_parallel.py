@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.ring_attention import in_parts
 from tests.support.training import VOCABULARY, State, two_groups
 
@@ -167,8 +167,9 @@ def test_parts_of_sequences_train_as_one_process_does(
     assert all(losses == answers[0] for losses in answers)
 
 
-def _uneven(rank: int, world: int) -> tuple[float, float]:
-    """Ranks have different numbers of labelled tokens. Return how far the weights are from one
+@on_ranks(4, timeout=60)
+def test_uneven_numbers_of_tokens_need_a_sum_over_all_ranks() -> None:
+    """Ranks have different numbers of labelled tokens. See how far the weights are from one
     process's: with a mean over the own tokens, and with a sum over the tokens of all ranks.
     """
     mesh = _mesh()
@@ -198,15 +199,12 @@ def _uneven(rank: int, world: int) -> tuple[float, float]:
             max(float((value - expected[name]).abs().max()) for name, value in state.items())
         )
         engine.close()
-    return distances[0], distances[1]
+    with_means, with_sums = distances[0], distances[1]
+    assert with_sums < 1e-6 and with_means > 1e-3
 
 
-def test_uneven_numbers_of_tokens_need_a_sum_over_all_ranks() -> None:
-    for with_means, with_sums in run_ranks(4, _uneven, timeout=60):
-        assert with_sums < 1e-6 and with_means > 1e-3
-
-
-def _other_axes(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_cp_is_data_parallel_beside_any_name() -> None:
     """'cp' is data parallel beside 'dp' and alone, whatever else is named."""
     seen: dict[str, Any] = {}
     for names, dp in ((("cp", "dp"), None), (("rows", "cp"), "rows")):
@@ -215,8 +213,4 @@ def _other_axes(rank: int, world: int) -> dict[str, Any]:
         engine = zs.shard(model, mesh=mesh, dp=dp)
         seen[names[0]] = engine.world
         engine.close()
-    return seen
-
-
-def test_cp_is_data_parallel_beside_any_name() -> None:
-    assert run_ranks(4, _other_axes) == [{"cp": 4, "rows": 4}] * 4
+    assert seen == {"cp": 4, "rows": 4}

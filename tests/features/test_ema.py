@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -45,7 +45,11 @@ def _reference(rank: int) -> tuple[dict[str, torch.Tensor], list[float], dict[st
     return dict(averaged.module.state_dict()), losses, dict(model.state_dict())
 
 
-def _same_as_torch(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(
+    rank: int, transport: str
+) -> None:
     averages, losses, trained = _reference(rank)
     for row in ROWS:
         model = make_model()
@@ -75,12 +79,8 @@ def _same_as_torch(rank: int, world: int, transport: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(transport: str) -> None:
-    run_ranks(2, _same_as_torch, transport)
-
-
-def _bf16(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_bf16_averages_its_fp32_masters(rank: int) -> None:
     states = []
     for row in ("zero1", "zero3"):
         model = make_model()
@@ -97,10 +97,6 @@ def _bf16(rank: int, world: int) -> None:
         states.append(engine.full_state_dict(rank0_only=False))
         engine.close()
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
-
-
-def test_bf16_averages_its_fp32_masters() -> None:
-    run_ranks(2, _bf16)
 
 
 def test_misuse_is_refused() -> None:
@@ -125,7 +121,8 @@ def test_misuse_is_refused() -> None:
     engine.close()
 
 
-def _gradient_of_inputs(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_average_gives_gradients_of_its_inputs() -> None:
     def make() -> torch.nn.Sequential:
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -148,17 +145,17 @@ def _gradient_of_inputs(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_the_average_gives_gradients_of_its_inputs() -> None:
-    run_ranks(2, _gradient_of_inputs)
-
-
 def _boom(*args: Any) -> None:
     raise ZeroDivisionError
 
 
-def _after_a_reset(rank: int, world: int, transport: str) -> dict[str, list[str]]:
-    """Average with and without steps whose backward raises in the middle, on every rank; return
-    what differs.
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
+@on_ranks(2, timeout=60)
+def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(
+    rank: int, transport: str
+) -> None:
+    """Average with and without steps whose backward raises in the middle, on every rank;
+    compare.
     """
     out = {}
     for row in ROWS:
@@ -180,16 +177,14 @@ def _after_a_reset(rank: int, world: int, transport: str) -> dict[str, list[str]
             trained.append(engine.full_state_dict(rank0_only=False))
             engine.close()
         out[row] = differences(*averages, row) + differences(*trained, row)
-    return out
+    assert not any(out.values()), out
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
-def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(transport: str) -> None:
-    for found in run_ranks(2, _after_a_reset, transport, timeout=60):
-        assert not any(found.values()), found
-
-
-def _swap_fails(rank: int, world: int, at: str) -> None:
+@pytest.mark.parametrize(
+    "at", ["before entering", "after entering", "before leaving", "after leaving"]
+)
+@on_ranks(2)
+def test_a_swap_that_fails_keeps_both_and_trains_no_average(rank: int, at: str) -> None:
     """End a swap by an exception: before or after the masters are exchanged, at its beginning or
     its end.
     """
@@ -226,10 +221,3 @@ def _swap_fails(rank: int, world: int, at: str) -> None:
             model(*batch(rank, 0))
     engine.reset()
     engine.close()
-
-
-@pytest.mark.parametrize(
-    "at", ["before entering", "after entering", "before leaving", "after leaving"]
-)
-def test_a_swap_that_fails_keeps_both_and_trains_no_average(at: str) -> None:
-    run_ranks(2, _swap_fails, at)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     State,
     batch,
@@ -469,27 +469,24 @@ def _contrasted(rank: int, kind: str, writes: str, *, loads: bool) -> State:
     return final_state(model, engine)
 
 
-def _all_contrasted(rank: int, world: int, writes: str) -> list[str]:
+@pytest.mark.parametrize("writes", ["data", "in place", "copy"])
+@on_ranks(2)
+def test_a_model_may_write_alike_to_frozen_weights_that_every_rank_keeps_whole(
+    rank: int, writes: str
+) -> None:
     loads = writes == "data"
     reference = _contrasted(rank, "torch-ddp", writes, loads=loads)
-    return [
+    found = [
         f"{row}: {line}"
         for row in ("ddp", "zero1", "zero2")
         for line in differences(_contrasted(rank, row, writes, loads=loads), reference)
         if "running_" not in line  # statistics of this rank's batches
     ]
-
-
-@pytest.mark.parametrize("writes", ["data", "in place", "copy"])
-def test_a_model_may_write_alike_to_frozen_weights_that_every_rank_keeps_whole(writes: str) -> None:
-    assert run_ranks(2, _all_contrasted, writes) == [[], []]
-
-
-def _refused(rank: int, world: int, writes: str) -> None:
-    with pytest.raises(StateError, match=r"'encoder_k\.0\.weight' was written to while it was"):
-        _contrasted(rank, "zero3", writes, loads=False)
+    assert found == []
 
 
 @pytest.mark.parametrize("writes", ["data", "in place"])
-def test_a_model_that_writes_to_its_sharded_weights_is_told(writes: str) -> None:
-    run_ranks(2, _refused, writes)
+@on_ranks(2)
+def test_a_model_that_writes_to_its_sharded_weights_is_told(rank: int, writes: str) -> None:
+    with pytest.raises(StateError, match=r"'encoder_k\.0\.weight' was written to while it was"):
+        _contrasted(rank, "zero3", writes, loads=False)

@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     TRANSPORTS,
     batch,
@@ -252,7 +252,8 @@ def test_what_is_kept_of_a_weight_lives_on_while_the_engine_trains(how: str) -> 
         run_ranks(2, _numbers_kept, transport, how)
 
 
-def _memory_of_kept(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_memory_that_an_array_holds_is_left_to_it_alone(rank: int) -> None:
     model, _, engine = make_sharded(transport="gloo")
     weight = inside.unit(engine, "blocks.1").segments[0].flat
     with engine.gathered():
@@ -273,11 +274,9 @@ def _memory_of_kept(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_memory_that_an_array_holds_is_left_to_it_alone() -> None:
-    run_ranks(2, _memory_of_kept)
-
-
-def _packed_by_numpy(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_saved_tensors_may_be_packed_by_numpy(rank: int, transport: str) -> None:
     losses = []
     for packs in (False, True):
         model, optimizer, engine = make_sharded(transport=transport)
@@ -293,11 +292,6 @@ def _packed_by_numpy(rank: int, world: int, transport: str) -> None:
             losses.append(loss.item())
         engine.close()
     assert losses[:3] == losses[3:]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_saved_tensors_may_be_packed_by_numpy(transport: str) -> None:
-    run_ranks(2, _packed_by_numpy, transport)
 
 
 def _offloaded_after_numpy(rank: int, world: int, row: str, transport: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     Net,
@@ -234,7 +234,11 @@ def _hooked(kind: str) -> nn.Module:
     return model
 
 
-def _under_hooks(rank: int, world: int, folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["wrapped", "renamed"])
+@on_ranks(2)
+def test_names_are_those_of_the_models_state_dict_also_where_hooks_give_them(
+    tmp_path: Path, kind: str
+) -> None:
     for row in ROWS:
         model = _hooked(kind)
         plain = {name: value.clone() for name, value in model.state_dict().items()}
@@ -248,23 +252,16 @@ def _under_hooks(rank: int, world: int, folder: Path, kind: str) -> None:
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         trained = engine.full_state_dict(rank0_only=False)
-        saved = (zs.save(folder / row, engine, step=1) / "manifest.json").read_text()
+        saved = (zs.save(tmp_path / row, engine, step=1) / "manifest.json").read_text()
         assert "_checkpoint_wrapped_module" not in saved and '"0.inner.weight"' not in saved, row
         engine.close()
         again = _hooked(kind)
         optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
         engine = zs.shard(again, optimizer, policy=row)
-        assert not zs.load(folder / row, engine).skipped
+        assert not zs.load(tmp_path / row, engine).skipped
         loaded = engine.full_state_dict(rank0_only=False)
         assert all(torch.equal(loaded[name], value) for name, value in trained.items()), row
         engine.close()
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "renamed"])
-def test_names_are_those_of_the_models_state_dict_also_where_hooks_give_them(
-    tmp_path: Path, kind: str
-) -> None:
-    run_ranks(2, _under_hooks, tmp_path, kind)
 
 
 def test_a_checkpoint_with_the_names_from_before_hooks_loads(

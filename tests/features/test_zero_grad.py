@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     batch,
@@ -75,7 +75,8 @@ def _discarding(
     return losses, state
 
 
-def _all_zeroed(rank: int, world: int) -> None:
+@on_ranks(2, timeout=90)
+def test_every_zero_grad_forgets_the_resting_gradient(rank: int) -> None:
     expected = train(rank, "torch-ddp", 2 * len(HOWS))
     for number, row in enumerate(ROWS):
         discards = _every_discard(number)  # another is the first in each row
@@ -83,10 +84,6 @@ def _all_zeroed(rank: int, world: int) -> None:
         # the first loss that differs tells which gradients were not forgotten
         assert losses == expected.losses, (row, discards)
         assert equal(state, expected.state), (row, discards)
-
-
-def test_every_zero_grad_forgets_the_resting_gradient() -> None:
-    run_ranks(2, _all_zeroed, timeout=90)
 
 
 def _zeroed_beside(rank: int, world: int, cases: list[tuple[str, zs.Comm]]) -> list[str]:
@@ -219,7 +216,10 @@ class _Two(nn.Module):
         return torch.stack([self.layers[index](hidden) for index in which]).sum()
 
 
-def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
+@on_ranks(2, timeout=30)
+def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well(
+    rank: int,
+) -> None:
     """Drop gradients of a layer that only the other rank has used, and of one that this has."""
     states = []
     for by_hand in (False, True):
@@ -237,12 +237,8 @@ def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
         optimizer.step()
         states.append(engine.full_state_dict(rank0_only=False))
         engine.close()
-    return states
-
-
-def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well() -> None:
-    for called, by_hand in run_ranks(2, _cleared_on_the_optimizer, timeout=30):
-        assert equal(by_hand, called)
+    called, by_hand = states
+    assert equal(by_hand, called)
 
 
 class _Skips(nn.Module):
