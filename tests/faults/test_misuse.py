@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard as zs
 from tests.support.harness import on_ranks
-from tests.support.training import ROWS, batch, make_model, two_groups
+from tests.support.training import ROWS, batch, make_model, make_sharded, two_groups
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
 
@@ -357,9 +357,7 @@ def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_chan
 @pytest.mark.parametrize("row", ROWS)
 @on_ranks(2)
 def test_step_without_backward(rank: int, row: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     before = engine.full_state_dict(rank0_only=False)
     told = r"nothing to clip or to step, without a gradient on any rank: call loss.backward\(\)"
     for call in (optimizer.step, optimizer.step, lambda: engine.clip_grad_norm_(1.0)):
@@ -525,9 +523,7 @@ def test_writing_to_a_gathered_parameter_is_kept_or_an_error(rank: int, row: str
     """Edits without writeback are kept (rows that step everything everywhere) or are an error:
     never lost in silence.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     model(*batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -614,8 +610,7 @@ def test_a_model_wrapped_in_data_parallel() -> None:
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 @on_ranks(2)
 def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
-    model = make_model()
-    engine = zs.shard(model, two_groups(model), policy=row)
+    model, _, engine = make_sharded(row)
     for wrap in (DistributedDataParallel, lambda model: model._replicate_for_data_parallel()):
         with pytest.raises(
             StateError,
@@ -698,9 +693,7 @@ def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(
         (_adapt, "'head.lora' came into the model after shard"),
         (_take_out, "'head.weight' was taken out of the model after shard"),
     ):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row)
+        model, optimizer, engine = make_sharded(row)
         model(*batch(rank, 0)).backward()
         change(model)
         with pytest.raises(StateError, match=f"parameter {name}.*engine.close") as caught:
@@ -708,9 +701,7 @@ def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(
         assert "\n" not in str(caught.value)
         engine.reset()
         engine.close()
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     model.head.register_parameter("shift", nn.Parameter(torch.zeros(3), requires_grad=False))
     for step in range(2):
         model(*batch(rank, step)).backward()

@@ -29,7 +29,15 @@ from tests.support import inside
 from tests.support.broken_storage import Broken, patched
 from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.launched import PATHS
-from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, two_groups
+from tests.support.training import (
+    TRANSPORTS,
+    Net,
+    Run,
+    batch,
+    make_model,
+    make_sharded,
+    two_groups,
+)
 from zeroshard import CheckpointError, StateError, StorageError
 from zeroshard.runtime.engine import states_of
 
@@ -629,7 +637,11 @@ FULL = """
 import shutil, sys, torch
 import zeroshard as zs
 from pathlib import Path
-from tests.support.training import batch, make_model, two_groups
+from tests.support.training import (
+    batch,
+    make_model,
+    two_groups,
+)
 
 disk, checkpoints = Path(sys.argv[1]), Path(sys.argv[2])
 offload = zs.Offload(optimizer="disk", disk_path=str(disk))
@@ -792,13 +804,8 @@ def _late_join(rank: int, world: int, path: str, key: str) -> tuple[str, dict[st
     """Rank 1's data ends first; while it shadows, rank 0's disk fails in a forward, or in a
     step.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model,
-        optimizer,
-        policy="zero3",
-        offload=zs.Offload(weight="disk", optimizer="disk", disk_path=path),
+    model, optimizer, engine = make_sharded(
+        offload=zs.Offload(weight="disk", optimizer="disk", disk_path=path)
     )
     broken, error = Broken("read", key), ""
     with broken.installed():

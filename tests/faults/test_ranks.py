@@ -30,6 +30,7 @@ from tests.support.training import (
     Run,
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -135,8 +136,7 @@ def test_after_an_exception_and_reset_training_goes_on_with_right_numbers(
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        state = engine.full_state_dict(rank0_only=False)
-        engine.close()
+        state = final_state(model, engine)
         found = Run(losses, state, row=row).differs_from(expected(where))
         assert not found, (case, found)
 

@@ -30,6 +30,7 @@ from tests.support.training import (
     Run,
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -640,8 +641,7 @@ def test_reset_right_after_a_step_keeps_the_step_on_every_rank(
                 take_steps(rank, [1], model, optimizer)
             if resets:
                 engine.reset()
-            weights.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            weights.append(final_state(model, engine))
         out += differences(weights[1], weights[0], f"{row}, nodes of {node_size}", "no reset")
     assert not out
 

@@ -15,7 +15,17 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import ROWS, TRANSPORTS, Net, Routed, batch, make_model, two_groups
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    Net,
+    Routed,
+    batch,
+    final_state,
+    make_model,
+    make_sharded,
+    two_groups,
+)
 from zeroshard import PlanMismatch
 from zeroshard.runtime.decisions import Decisions
 
@@ -169,8 +179,7 @@ def test_a_no_sync_that_ranks_disagree_about_trains_where_each_micro_batch_is_re
                 _backward(rank, model, 1)
                 optimizer.step()
                 optimizer.zero_grad()
-            told.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            told.append(final_state(model, engine))
         assert all(torch.equal(value, told[1][name]) for name, value in told[0].items()), row
 
 
@@ -251,14 +260,7 @@ def test_a_decision_that_differs_between_ranks_is_told_on_every_rank_with_both_v
     """
     said = {}
     for case in _cases(row):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            comm=zs.Comm.model_validate({"transport": transport}),
-        )
+        model, optimizer, engine = make_sharded(row, transport)
         _backward(rank, model)
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import on_ranks
-from tests.support.training import batch, make_model, two_groups
+from tests.support.training import batch, make_model, make_sharded
 from zeroshard.core.residency import UnitState
 
 
@@ -68,9 +68,7 @@ def _train(row: str, disturb: Callable[[zs.Engine, Any, nn.Module], None] | None
     """Train three steps; between them an evaluation ends early, by an exception in its loss, so
     that what its forward has left is still here; `disturb` comes then.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, prefetch_bytes=1 << 20)
+    model, optimizer, engine = make_sharded(row, prefetch_bytes=1 << 20)
     ema = zs.EMA(engine, decay=0.5)
     for step in range(3):
         x, y = batch(rank, step)
@@ -108,9 +106,7 @@ def test_averages_and_sleep_between_passes_change_no_bit(rank: int, row: str) ->
 @on_ranks(2)
 def test_inside_a_forward_they_are_refused_and_training_goes_on(rank: int) -> None:
     """A block asks from within its forward, when the unit before it is idle."""
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero3")
+    model, optimizer, engine = make_sharded()
     ema = zs.EMA(engine, decay=0.5)
     told: list[str] = []
 

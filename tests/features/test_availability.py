@@ -16,7 +16,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.harness import on_ranks
-from tests.support.training import State, batch, make_model, two_groups
+from tests.support.training import State, batch, final_state, make_model, two_groups
 from zeroshard.runtime.engine import states_of
 
 DECAY = 0.5
@@ -231,6 +231,5 @@ def test_gradients_that_rest_outlast_what_is_refused(rank: int) -> None:
                     call()
             engine.reload_states()
         optimizer.step()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

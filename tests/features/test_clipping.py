@@ -13,6 +13,7 @@ from tests.support.training import (
     ROWS,
     TRANSPORTS,
     batch,
+    final_state,
     make_model,
     train,
     two_groups,
@@ -132,7 +133,6 @@ def test_reading_the_norm_leaves_the_clip_of_the_step_to_the_option(rank: int, r
                 engine.clip_grad_norm_(big)  # this step's own, in the place of the option
             optimizer.step()
             optimizer.zero_grad()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     read, plain = states[1], states[0]
     assert all(torch.equal(read[name], value) for name, value in plain.items())

@@ -17,6 +17,7 @@ from tests.support.training import (
     Net,
     batch,
     bytes_between_nodes,
+    final_state,
     make_model,
     one_step,
     take_steps,
@@ -69,8 +70,7 @@ def test_weights_travel_encoded_and_masters_stay(
     loss.backward()
     with engine.gathered():
         shown = torch.equal(block.up.weight, exact)
-    whole = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    whole = final_state(model, engine)
     seen = {
         "the forward computes with decoded weights": in_forward,
         "so does the backward": torch.equal(backward["up"], decoded.view_as(exact)),
@@ -92,8 +92,7 @@ def test_an_edit_writes_back_what_rests_and_not_what_was_decoded() -> None:
     engine = zs.shard(model, two_groups(model), comm=zs.Comm(weight_codec="int4"))
     with engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.add_(1.0)
-    after = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    after = final_state(model, engine)
     before["head.weight"] += 1.0
     found = [key for key, value in before.items() if not torch.equal(value, after[key])]
     assert found == []
@@ -256,8 +255,7 @@ def test_what_is_not_finite_is_never_hidden(rank: int) -> None:
     skipped = engine.skipped_steps if hasattr(engine, "skipped_steps") else 1
     after = engine.full_state_dict(rank0_only=False)
     take_steps(rank, 2, model, optimizer)
-    last = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    last = final_state(model, engine)
     changed = [key for key, value in before.items() if not torch.equal(value, after[key])]
     found = skipped, changed + [key for key, value in last.items() if not value.isfinite().all()]
     assert found == (1, [])

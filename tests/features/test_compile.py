@@ -21,6 +21,7 @@ from tests.support.harness import on_ranks
 from tests.support.training import (
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -63,8 +64,7 @@ def test_compiled_blocks_train_to_the_same_bits_beside(rank: int, what: str) -> 
             with engine.join() if what == "join" else nullcontext():
                 take_steps(rank, 2 + (rank if what == "join" else 0), model, optimizer)
         assert (torch._dynamo.utils.counters["frames"]["ok"] > 0) is compiled
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     torch._dynamo.reset()
     assert not (found := differences(*states)), found
 
@@ -85,11 +85,7 @@ def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = make_model(layers=LAYERS)
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-        )
+        model, optimizer, engine = make_sharded(row, transport, model=make_model(layers=LAYERS))
         events: list[tuple[str, str]] = []
         if compiled:
             for block in model.blocks:

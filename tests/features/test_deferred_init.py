@@ -22,7 +22,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import RankError, on_ranks, run_ranks
-from tests.support.training import Net, batch, equal, two_groups
+from tests.support.training import Net, batch, equal, final_state, two_groups
 from zeroshard.nn.deferred import LARGE_BYTES, is_deferred
 from zeroshard.nn.hollow import _RECORDS
 
@@ -633,8 +633,7 @@ def test_sync_from_takes_one_ranks_deferred_values(rank: int, source: int) -> No
         model = _net(seed=rank)
         model.register_buffer("table", torch.randn(200, 200))
     engine = zs.shard(model, stage=3, sync_from=source)
-    found = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    found = final_state(model, engine)
     expected = _net(seed=source)
     expected.register_buffer("table", torch.randn(200, 200))
     seen = [

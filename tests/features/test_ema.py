@@ -16,6 +16,7 @@ from tests.support.training import (
     TRANSPORTS,
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -52,11 +53,7 @@ def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(
 ) -> None:
     averages, losses, trained = _reference(rank)
     for row in ROWS:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-        )
+        model, optimizer, engine = make_sharded(row, transport)
         ema = zs.EMA(engine, DECAY)
         ours = []
         for step in range(STEPS):
@@ -83,9 +80,7 @@ def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(
 def test_bf16_averages_its_fp32_masters(rank: int) -> None:
     states = []
     for row in ("zero1", "zero3"):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16")
+        model, optimizer, engine = make_sharded(row, precision="bf16")
         ema = zs.EMA(engine, DECAY)
         for step in range(3):
             model(*batch(rank, step)).backward()
@@ -94,8 +89,7 @@ def test_bf16_averages_its_fp32_masters(rank: int) -> None:
             ema.update()
             with ema.swapped(), torch.no_grad():
                 model(*batch(7, step))
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
@@ -174,8 +168,7 @@ def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(
                 ema.update()
             with ema.swapped():
                 averages.append(engine.full_state_dict(rank0_only=False))
-            trained.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            trained.append(final_state(model, engine))
         out[row] = differences(*averages, row) + differences(*trained, row)
     assert not any(out.values()), out
 
@@ -188,9 +181,7 @@ def test_a_swap_that_fails_keeps_both_and_trains_no_average(rank: int, at: str) 
     """End a swap by an exception: before or after the masters are exchanged, at its beginning or
     its end.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero1")
+    model, optimizer, engine = make_sharded("zero1")
     ema = zs.EMA(engine, DECAY)
     model(*batch(rank, 0)).backward()
     optimizer.step()

@@ -102,8 +102,7 @@ def _in_row(
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses += [float(mean) / engine.world, norm]
-    full = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    full = final_state(model, engine)
     return losses, full
 
 

@@ -22,6 +22,7 @@ from tests.support.training import (
     batch,
     final_state,
     make_model,
+    make_sharded,
     take_steps,
     two_groups,
     wrapped,
@@ -115,9 +116,7 @@ def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     weight = model.blocks[1].up.weight
     alone = torch.optim.SGD([weight], lr=1.0)
     seen = []

@@ -23,6 +23,7 @@ from tests.support.training import (
     final_state,
     make_model,
     make_sharded,
+    take_steps,
     two_groups,
 )
 
@@ -155,10 +156,7 @@ def test_a_rank_without_data_adds_nothing(rank: int) -> None:
     """In ``join()`` a rank without data adds nothing to the sum."""
     model, optimizer, engine = make_sharded("zero3", optimizer=_sgd, gradient_reduction="sum")
     with engine.join():
-        for step in range(2 - rank):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(rank, 2 - rank, model, optimizer, engine)
     plain = make_model()
     sgd = _sgd(plain)
     for step in range(2):

@@ -35,6 +35,7 @@ from tests.support.training import (
     Net,
     batch,
     make_model,
+    make_sharded,
     take_steps,
     two_groups,
 )
@@ -470,9 +471,7 @@ def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks(rank:
 def test_backward_after_a_step_of_an_older_forward_is_an_error_in_every_row(
     rank: int, row: str
 ) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     losses = [model(*batch(rank, step)) for step in range(2)]
     losses[0].backward()
     optimizer.step()

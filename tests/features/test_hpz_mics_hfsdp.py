@@ -25,6 +25,7 @@ from tests.support.training import (
     Net,
     batch,
     bytes_between_nodes,
+    final_state,
     make_model,
     make_sharded,
     one_step,
@@ -161,8 +162,7 @@ def test_recomputation_and_several_forwards_keep_the_bits(rank: int, row: str) -
                     model(*batch(rank, 99))  # between backward and step
                 optimizer.step()
                 optimizer.zero_grad()
-            runs.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            runs.append(final_state(model, engine))
         out.append(
             [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
         )
@@ -194,9 +194,7 @@ def test_checkpoints_lead_from_row_to_row(rank: int, tmp_path: Path) -> None:
     for save, load in (("hpz", "mics"), ("mics", "hfsdp"), ("hfsdp", "zero3"), ("zero3", "mics")):
         states = []
         for row, loads in ((save, False), (load, True)):
-            model = make_model()
-            optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2))
+            model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2))
             if loads:
                 zs.load(f"{tmp_path}/{save}", engine)
             for step in range(2):
@@ -207,8 +205,7 @@ def test_checkpoints_lead_from_row_to_row(rank: int, tmp_path: Path) -> None:
                     zs.save(f"{tmp_path}/{save}", engine, step=2)
             if not loads:
                 take_steps(rank, range(2, 4), model, optimizer)
-            states.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            states.append(final_state(model, engine))
         out += [
             f"{save} to {load}: {name}"
             for name, value in states[0].items()
@@ -427,9 +424,7 @@ def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> Non
 
 
 def _flipped(rank: int, world: int, row: str) -> str:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2)
+    model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2), verify_every=2)
     try:
         for step in range(4):
             model(*batch(rank, step)).backward()

@@ -14,7 +14,14 @@ import torch
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import Net, batch, make_model, take_steps, two_groups
+from tests.support.training import (
+    Net,
+    batch,
+    make_model,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -109,10 +116,8 @@ def test_close_gives_memory_back_before_the_collector_comes(
 ) -> None:
     gc.collect()
     before = _live_storages()
-    model = make_model(width=48, layers=4)
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
+    model, optimizer, engine = make_sharded(
+        row, "gloo", model=make_model(width=48, layers=4), precision=precision
     )
     take_steps(rank, 2, model, optimizer)
     gc.disable()  # the engine is in cycles
@@ -130,9 +135,7 @@ def test_close_gives_memory_back_before_the_collector_comes(
 @on_ranks(2)
 def test_full_weights_and_gradients_stay_within_three_units(rank: int, row: str) -> None:
     """Sample live full weights and gradient buffers at every hook of every module."""
-    model = make_model(width=64, layers=6)
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+    model, optimizer, engine = make_sharded(row, "gloo", model=make_model(width=64, layers=6))
     peak = 0
 
     def sample(*_: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import batch, make_model, take_steps, two_groups
+from tests.support.training import batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.memory import Pages
 
 LAYERS = 4
@@ -108,9 +108,7 @@ def _flipped(rank: int, world: int, row: str) -> str:
     Where every rank steps everything the damage stays; elsewhere the next publish would heal it, so
     it is done in the step that looks.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, verify_every=3)
+    model, optimizer, engine = make_sharded(row, verify_every=3)
     for step in range(8):
         model(*batch(rank, step)).backward()
         if step == (3 if row == "ddp" else 5) and rank == 1:
@@ -147,9 +145,7 @@ def test_replicas_are_alike_whatever_was_in_their_memory_before(
 
     Pages.empty = filled  # type: ignore[method-assign]
     try:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16", verify_every=1, **options)
+        model, optimizer, engine = make_sharded(row, precision="bf16", verify_every=1, **options)
         take_steps(rank, 2, model, optimizer)
         engine.close()
     finally:

@@ -31,6 +31,7 @@ from tests.support.training import (
     differences,
     final_state,
     make_model,
+    make_sharded,
     two_groups,
     wrapped,
 )
@@ -262,11 +263,7 @@ def test_the_backward_of_a_use_before_the_step_is_an_error() -> None:
 def test_replicated_weights_can_be_read_and_saved_right_after_a_step(
     rank: int, row: str, transport: str
 ) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-    )
+    model, optimizer, engine = make_sharded(row, transport)
     for step in range(2):
         model(*batch(rank, step)).backward()
         optimizer.step()
@@ -330,9 +327,7 @@ def test_a_thread_that_reads_weights_beside_the_loop_has_them_or_is_told_and_the
     rank: int, row: str
 ) -> None:
     def train(reads: bool) -> tuple[list[float], list[str]]:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row)
+        model, optimizer, engine = make_sharded(row)
         losses, told = [], []
 
         def read() -> None:

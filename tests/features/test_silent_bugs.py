@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support.cases import WIDTH, Case, Chain, compare_case, seeded, simple, train_case
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import ROWS, batch, equal, make_model, take_steps, train, two_groups
+from tests.support.training import (
+    ROWS,
+    batch,
+    equal,
+    final_state,
+    make_model,
+    make_sharded,
+    take_steps,
+    train,
+    two_groups,
+)
 from zeroshard import ConfigError
 from zeroshard.runtime.flight import Flight
 
@@ -186,8 +196,7 @@ def test_ties_survive_every_way_to_load(rank: int, tmp_path: Path) -> None:
     engine = zs.shard(source, reference, stage=2)
     zs.save(tmp_path / "ours", engine, step=0)
     take_steps(rank, 2, source, reference)
-    expected = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    expected = final_state(source, engine)
 
     def load(model: nn.Module, engine: zs.Engine, way: str) -> None:
         if way == "zs.load":
@@ -286,9 +295,7 @@ def test_micro_batches_accumulate(rank: int, world: int, row: str, no_sync: bool
     for other in range(world):
         for micro in range(2):
             (plain(*batch(other, micro)) / world).backward()
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     if no_sync:
         with engine.no_sync():
             model(*batch(rank, 0)).backward()

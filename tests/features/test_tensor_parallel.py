@@ -29,7 +29,7 @@ from tests.support.tensor_parallel import (
     micro_batches,
     train,
 )
-from tests.support.training import two_groups
+from tests.support.training import final_state, two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.state.local import local_of
 
@@ -186,8 +186,7 @@ def test_frozen_parameters_and_averages_work_beside_tp() -> None:
             ema.update()
         with ema.swapped():
             states.append(engine.full_state_dict(rank0_only=False))
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     before = CASES["llama"].model().state_dict()
     for averaged, state in (states[:2], states[2:]):
         for name, value in state.items():
@@ -227,8 +226,7 @@ def test_the_state_of_an_optimizer_that_has_begun_is_cut_with_its_dtensors() -> 
         engine = zs.shard(model, optimizer, mesh=mesh)
         for step in range(begun, 2):
             _step(model, engine, step)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert difference(states[0], states[1]) < 1e-6
 
 
@@ -383,8 +381,7 @@ def test_a_deferred_model_may_be_cut_before_it_has_values() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         engine = zs.shard(model, optimizer, mesh=mesh)
         _step(model, engine, 0)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
@@ -485,8 +482,7 @@ def _tp_plan(rank: int, world: int, directory: str, dp: int) -> None:
         assert norm == pytest.approx(expected, rel=1e-5), row
         with torch.no_grad():
             loss = float(model(**_tokens(0, 0)).loss)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
         assert loss == pytest.approx(float(plain(**_tokens(0, 0)).loss), rel=1e-5), row
         assert difference(states[-1], plain.state_dict()) < 1e-5, row
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

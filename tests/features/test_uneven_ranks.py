@@ -25,6 +25,7 @@ from tests.support.training import (
     TRANSPORTS,
     Run,
     batch,
+    final_state,
     has_parameters,
     make_sharded,
     take_steps,
@@ -303,8 +304,7 @@ def test_a_look_at_gradients_between_micro_batches_changes_no_bit(rank: int, row
             model(*batch(rank, 3 * step + 2), _plain("0a", "2b")).backward()
             optimizer.step()
             optimizer.zero_grad()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     found = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
     assert found == []
 
@@ -430,8 +430,7 @@ def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(
     for each in range(world):
         expected(batches[each], routes[each]).backward()
     torch.optim.SGD(expected.parameters(), lr=0.25).step()
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    state = final_state(model, engine)
     found = [
         name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])
     ]
@@ -602,8 +601,7 @@ def test_ranks_may_use_other_parameters_of_a_unit_inside_no_sync_where_they_meet
                 second.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            state = engine.full_state_dict(rank0_only=False)
-            engine.close()
+            state = final_state(model, engine)
             other = expected[row in ("ddp", "zero1")]
             out[f"{how}, {row}"] = [
                 name for name, value in state.items() if not torch.equal(value, other[name])

@@ -18,6 +18,7 @@ from tests.support.training import (
     batch,
     differences,
     equal,
+    final_state,
     make_model,
     make_sharded,
     on_rows,
@@ -70,8 +71,7 @@ def _discarding(
         optimizer.zero_grad()
         if step == len(HOWS) - 1 and row != "zero1" and not options:
             engine.repartition(policy="zero1")
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    state = final_state(model, engine)
     return losses, state
 
 
@@ -235,8 +235,7 @@ def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as
             optimizer.zero_grad()
         model(torch.ones(2, 8), (0, 1)).backward()
         optimizer.step()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     called, by_hand = states
     assert equal(by_hand, called)
 

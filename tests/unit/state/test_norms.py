@@ -20,7 +20,7 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.gradients import one_accumulator
 from tests.support.harness import on_ranks
-from tests.support.training import batch, make_model
+from tests.support.training import batch, final_state, make_model
 from zeroshard.memory import Pages
 from zeroshard.runtime import finalize
 from zeroshard.runtime.grad import Accumulator
@@ -218,8 +218,7 @@ def test_a_step_with_its_norm_reads_one_vector_and_nothing_else(rank: int, row: 
             optimizer.step()
             optimizer.zero_grad()
         bad = engine.steps_skipped
-        state = engine.full_state_dict(rank0_only=False)
-        engine.close()
+        state = final_state(model, engine)
         return {
             "norms": [float(norm) for norm in norms],
             "reads": reads,
