@@ -646,35 +646,6 @@ def test_reset_right_after_a_step_keeps_the_step_on_every_rank(
     assert not out
 
 
-def _signalled(rank: int, world: int, transport: str) -> int:
-    """A signal's handler raises on both ranks as soon as gloo returns to Python, at a message of
-    its own each time; return how often.
-    """
-    model, optimizer, engine = _made("zero3", transport)
-    take_steps(rank, [0], model, optimizer)
-
-    def boom(frame: Any, event: str, argument: Any) -> None:
-        nonlocal left
-        if event == "c_return" and frame.f_code.co_name == "_add":
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise ZeroDivisionError
-
-    for number in range(1, 13):
-        left = number + 2 * rank
-        sys.setprofile(boom)
-        with pytest.raises((ZeroDivisionError, StateError)):
-            for step in range(9):
-                take_steps(rank, [step], model, optimizer)
-        sys.setprofile(None)
-        engine.reset()
-    with contextlib.suppress(StorageError):
-        take_steps(rank, [1], model, optimizer)
-    engine.close()
-    return number
-
-
 @on_ranks(2)
 def test_after_a_signal_where_a_backward_begins_and_a_reset_the_next_one_is_plain(
     rank: int,
@@ -734,5 +705,34 @@ def test_after_a_signal_between_a_buffer_and_its_count_and_a_reset_nothing_count
     assert not any(live), live
 
 
-def test_reset_over_gloo_brings_the_engine_back_after_a_signals_handler_has_raised() -> None:
-    assert run_ranks(2, _signalled, "gloo") == [12, 12]
+@on_ranks(2)
+def test_reset_over_gloo_brings_the_engine_back_after_a_signals_handler_has_raised(
+    rank: int,
+) -> None:
+    """A signal's handler raises on both ranks as soon as gloo returns to Python, at a message of
+    its own each time; see how often.
+    """
+    transport = "gloo"
+    model, optimizer, engine = _made("zero3", transport)
+    take_steps(rank, [0], model, optimizer)
+
+    def boom(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        if event == "c_return" and frame.f_code.co_name == "_add":
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise ZeroDivisionError
+
+    for number in range(1, 13):
+        left = number + 2 * rank
+        sys.setprofile(boom)
+        with pytest.raises((ZeroDivisionError, StateError)):
+            for step in range(9):
+                take_steps(rank, [step], model, optimizer)
+        sys.setprofile(None)
+        engine.reset()
+    with contextlib.suppress(StorageError):
+        take_steps(rank, [1], model, optimizer)
+    engine.close()
+    assert number == 12

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import on_ranks, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, TRANSPORTS, differences, has_parameters, train_row
 from zeroshard import StateError
 
@@ -253,15 +253,6 @@ def _passes_on(
     return train_row(model, optimizer, row, step, steps=3, **options) | gradients
 
 
-def _passed_on(rank: int, world: int, rows: Sequence[str], options: dict[str, Any]) -> list[str]:
-    found, expected = [], _passes_on(rank, "plain", reentrant=None)
-    for row in rows:
-        for reentrant in (None, False, True):
-            ours = _passes_on(rank, row, reentrant=reentrant, units=has_parameters, **options)
-            found += differences(ours, expected, f"{row}, reentrant: {reentrant}", "plain")
-    return found
-
-
 @pytest.mark.parametrize(
     ("rows", "offload"),
     [
@@ -271,11 +262,17 @@ def _passed_on(rank: int, world: int, rows: Sequence[str], options: dict[str, An
     ],
     ids=["device", "host", "a part on the host"],
 )
+@on_ranks(2, timeout=60)
 def test_modules_that_return_one_tensor_train_as_under_ddp(
-    rows: Sequence[str], offload: dict[str, Any]
+    rank: int, rows: Sequence[str], offload: dict[str, Any]
 ) -> None:
     options = {"transport": "gloo", "offload": offload or None}
-    assert run_ranks(2, _passed_on, rows, options, timeout=60) == [[], []]
+    found, expected = [], _passes_on(rank, "plain", reentrant=None)
+    for row in rows:
+        for reentrant in (None, False, True):
+            ours = _passes_on(rank, row, reentrant=reentrant, units=has_parameters, **options)
+            found += differences(ours, expected, f"{row}, reentrant: {reentrant}", "plain")
+    assert found == []
 
 
 def test_gradients_that_rest_keep_no_graph() -> None:

@@ -49,10 +49,20 @@ WIDTH = 64  # every parameter but the embedding and the head fills whole slots, 
 # --------------------------------------------------------------------------------------------- bits
 
 
-def _runs(
-    rank: int, world: int, transport: str, precision: str, steps: int, micro_batches: int
-) -> dict[str, list[str]]:
-    """Train every row with every lowering; return what differs from ddp, flat."""
+@pytest.mark.parametrize(
+    ("transport", "precision", "steps"),
+    [
+        ("gloo", "fp32", 2),
+        pytest.param("gloo", "fp32", 4, marks=pytest.mark.slow),
+        pytest.param("shared_memory", "bf16", 4, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4, timeout=110)
+def test_rows_and_lowerings_give_the_same_bits(
+    rank: int, transport: str, precision: str, steps: int
+) -> None:
+    """Train every row with every lowering; compare with ddp, flat."""
+    micro_batches = 2
     make = functools.partial(two_groups, fused=True, foreach=False)
     options = {
         "optimizer": make,
@@ -68,20 +78,8 @@ def _runs(
                 continue
             comm = zs.Comm(transport=transport, node_size=2, hierarchical=lowering)
             runs[f"{row}, {name}"] = train(rank, row, steps, comm=comm, **options)
-    return {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
-
-
-@pytest.mark.parametrize(
-    ("transport", "precision", "steps"),
-    [
-        ("gloo", "fp32", 2),
-        pytest.param("gloo", "fp32", 4, marks=pytest.mark.slow),
-        pytest.param("shared_memory", "bf16", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_rows_and_lowerings_give_the_same_bits(transport: str, precision: str, steps: int) -> None:
-    for differences in run_ranks(4, _runs, transport, precision, steps, 2, timeout=110):
-        assert not any(differences.values()), differences
+    differences = {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
+    assert not any(differences.values()), differences
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,13 @@ def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
         assert not (found := differences(ours, expected[name], row, "torch-ddp")), (case, found)
 
 
-def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_averages_follow_the_steps_that_a_rank_without_data_shadows(
+    rank: int, world: int, transport: str
+) -> None:
     """Compare the averages of a loop of uneven lengths with a plain loop over all batches."""
+    steps = [5, 2]
     decays, plain = (0.5, 0.9), make_model()
     expected = [{k: p.detach().clone() for k, p in plain.named_parameters()} for _ in decays]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -119,11 +124,6 @@ def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
             for name, value in average.items():
                 torch.testing.assert_close(ours[name], value, msg=f"{row}, {name}")
         engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_averages_follow_the_steps_that_a_rank_without_data_shadows(transport: str) -> None:
-    run_ranks(2, _averaged, transport, [5, 2])
 
 
 class _Turned(Net):

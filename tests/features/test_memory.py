@@ -13,7 +13,7 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import on_ranks, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     Net,
     batch,
@@ -199,16 +199,12 @@ def test_the_operating_system_agrees_that_shards_lie_once_per_host() -> None:
     )
 
 
-def _units(rank: int, world: int) -> list[str]:
+@on_ranks(1)
+def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
     model = Net(width=24, layers=24)
     engine = zs.shard(model, stage=3)
     names = list(engine.units)
     engine.close()
-    return names
-
-
-def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
-    names = run_ranks(1, _units)[0]
     assert len(names) >= 24
     assert [name for name in names if name.startswith("blocks.")] == [
         f"blocks.{i}" for i in range(24)

@@ -420,8 +420,24 @@ def test_an_overflow_skips_the_step_of_every_stage() -> None:
     assert own.engine.loss_scale == 2.0**29
 
 
-def _accumulated(rank: int, world: int, name: str) -> None:
+def _by_shares(rank: int, world: int, name: str) -> State:
+    own = piped(mesh_of(), name, "zero2", batch_shares=[0.25, 0.75])
+    own.train(2, 8, clip=CLIP)
+    state = own.state()
+    own.engine.close()
+    return state
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_the_loss_of_a_schedule_counts_the_share_of_its_rank(name: str) -> None:
+    expected = alone(2, 8, clip=CLIP, shares=[0.25, 0.75])[1]
+    _close(run_ranks(4, _by_shares, name, timeout=100), expected)
+
+
+@on_ranks(4)
+def test_no_sync_around_a_step_of_the_schedule_says_that_more_follow() -> None:
     """Two steps of the schedule inside one of the optimizer."""
+    name = "1F1B"
     mesh = mesh_of()
     for row in ("zero1", "zero3"):
         states, reduced = [], []
@@ -442,24 +458,6 @@ def _accumulated(rank: int, world: int, name: str) -> None:
         for one, other in zip(states[0].values(), states[1].values(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert reduced[0] == reduced[1] * (2 if row == "zero1" else 1)
-
-
-def _by_shares(rank: int, world: int, name: str) -> State:
-    own = piped(mesh_of(), name, "zero2", batch_shares=[0.25, 0.75])
-    own.train(2, 8, clip=CLIP)
-    state = own.state()
-    own.engine.close()
-    return state
-
-
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_the_loss_of_a_schedule_counts_the_share_of_its_rank(name: str) -> None:
-    expected = alone(2, 8, clip=CLIP, shares=[0.25, 0.75])[1]
-    _close(run_ranks(4, _by_shares, name, timeout=100), expected)
-
-
-def test_no_sync_around_a_step_of_the_schedule_says_that_more_follow() -> None:
-    run_ranks(4, _accumulated, "1F1B")
 
 
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support import inside
 from tests.support.covering import by_pairs
-from tests.support.harness import on_ranks, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -239,7 +239,9 @@ def test_a_use_keeps_its_unit_to_the_end_of_the_backward_and_no_longer() -> None
     engine.close()
 
 
-def _stale(rank: int, world: int, row: str) -> None:
+@on_ranks(2)
+def test_the_backward_of_a_use_before_the_step_is_an_error(rank: int) -> None:
+    row = "zero3"
     torch.manual_seed(0)
     model = Borrower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -251,10 +253,6 @@ def _stale(rank: int, world: int, row: str) -> None:
         penalty.backward()
     engine.reset()
     engine.close()
-
-
-def test_the_backward_of_a_use_before_the_step_is_an_error() -> None:
-    run_ranks(2, _stale, "zero3")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

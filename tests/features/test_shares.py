@@ -224,29 +224,8 @@ def test_checkpoints_move_between_share_vectors(rank: int, tmp_path: Path) -> No
 # tiers that differ between ranks
 
 
-def _tiers(
-    rank: int, world: int, path: Path, cases: list[tuple[str, dict[str, Any]]]
-) -> dict[str, list[str]]:
-    expected = train(rank, "zero3", 4, clip=0.1)
-    out = {}
-    for row, options in cases:
-        offload = dict(options["offload"])
-        if any("disk" in tiers for tiers in offload.values() if not isinstance(tiers, float)):
-            offload["disk_path"] = str(path)
-        run = train(rank, row, 4, clip=0.1, **{**options, "offload": offload})
-        out[f"{row} {options}"] = run.differs_from(expected)
-        away = run.extra["memory"].tier_peaks
-        for state in ("weight", "grad", "optimizer"):
-            tiers = options["offload"].get(state, "device")
-            mine = tiers if isinstance(tiers, str) else tiers[rank]
-            if mine != "device" and options.get("shares", (1,) * world)[rank]:
-                assert away.get(mine, 0) > 0, (row, options, away)
-        if not away:
-            assert rank == 0, (row, options)
-    return out
-
-
-def test_ranks_on_different_tiers_give_the_same_bits(tmp_path: Path) -> None:
+@on_ranks(2, timeout=110)
+def test_ranks_on_different_tiers_give_the_same_bits(rank: int, world: int, tmp_path: Path) -> None:
     host, disk = ["device", "host"], ["device", "disk"]
     cases = [
         ("zero1", {"offload": {"optimizer": host}}),
@@ -258,8 +237,23 @@ def test_ranks_on_different_tiers_give_the_same_bits(tmp_path: Path) -> None:
         ("zero3", {"offload": {"weight": "host", "fraction": 0.4}, "shares": (0.2, 0.8)}),
         ("zero2", {"offload": {"grad": "host", "optimizer": "host"}, "shares": (0.0, 1.0)}),
     ]
-    for found in run_ranks(2, _tiers, tmp_path, cases, timeout=110):
-        assert not any(found.values()), found
+    expected = train(rank, "zero3", 4, clip=0.1)
+    out = {}
+    for row, options in cases:
+        offload = dict(options["offload"])
+        if any("disk" in tiers for tiers in offload.values() if not isinstance(tiers, float)):
+            offload["disk_path"] = str(tmp_path)
+        run = train(rank, row, 4, clip=0.1, **{**options, "offload": offload})
+        out[f"{row} {options}"] = run.differs_from(expected)
+        away = run.extra["memory"].tier_peaks
+        for state in ("weight", "grad", "optimizer"):
+            tiers = options["offload"].get(state, "device")
+            mine = tiers if isinstance(tiers, str) else tiers[rank]
+            if mine != "device" and options.get("shares", (1,) * world)[rank]:
+                assert away.get(mine, 0) > 0, (row, options, away)
+        if not away:
+            assert rank == 0, (row, options)
+    assert not any(out.values()), out
 
 
 class _Narrowing(nn.Module):

@@ -191,19 +191,16 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-def _pair(rank: int, world: int, names: Sequence[str]) -> dict[str, list[str]]:
+@on_ranks(2, timeout=100)
+def test_clips_tiers_and_precisions_keep_the_bits_of_weighted_losses(rank: int) -> None:
+    names = list(PAIRS)
     out = {}
     for name in names:
         row, options, other, others = PAIRS[name]
         ours = _train(rank, row, no_sync=False, weighted=True, clip=0.1, **options)
         theirs = _train(rank, other, no_sync=False, weighted=True, clip=0.1, **others)
         out[name] = differences(ours, theirs, row, other)
-    return out
-
-
-def test_clips_tiers_and_precisions_keep_the_bits_of_weighted_losses() -> None:
-    for found in run_ranks(2, _pair, list(PAIRS), timeout=100):
-        assert not any(found.values()), found
+    assert not any(out.values()), out
 
 
 DISCARDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
