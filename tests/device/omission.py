@@ -168,9 +168,7 @@ def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Calla
 def _ours(module: Any, stream: torch.Stream) -> Any:
     """Return `stream` as one whose methods can be patched."""
     return module.Stream(
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
 
 

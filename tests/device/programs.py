@@ -44,14 +44,7 @@ from tests.gpu.chosen import HAS_CUDA
 from tests.support import pipelines, tensor_parallel
 from tests.support.adversary import disturbed
 from tests.support.experts import Listed
-from tests.support.programs import (
-    DTYPES,
-    WIDTH,
-    Program,
-    Trained,
-    _on_host,
-    checkpoint_on_host,
-)
+from tests.support.programs import DTYPES, WIDTH, Program, Trained, _on_host, checkpoint_on_host
 from tests.support.training import ROWS, Run, final_state, two_groups
 from zeroshard.comm.select import has_native
 from zeroshard.memory import host_pages, pinned_pages
@@ -584,11 +577,7 @@ def _options() -> list[Case]:
         Case("native reset", Program(comm=NATIVE, **again), is_plain=True, worlds=(1,)),
         Case("reset, codecs", Program(comm={**NATIVE, **CODES}, **again), worlds=(1,)),
         Case("reset, on the host", Program(offload=HOST, **again)),
-        Case(
-            "reset, memory taken",
-            Program(comm=NATIVE, after=reset_and_allocate),
-            worlds=(1,),
-        ),
+        Case("reset, memory taken", Program(comm=NATIVE, after=reset_and_allocate), worlds=(1,)),
         Case("repartition, on the host", Program(offload=STATES, after=repartition)),
         Case("average", Program(after=average)),
         Case("repartition", Program(after=repartition), is_plain=True),

@@ -11,15 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zeroshard as zs
-from tests.device.programs import (
-    CASES,
-    FIFO,
-    QUICK,
-    THREADS,
-    Schedule,
-    set_schedule,
-    trained,
-)
+from tests.device.programs import CASES, FIFO, QUICK, THREADS, Schedule, set_schedule, trained
 from tests.features.test_experts import ORDERS
 from tests.support.experts import in_turn
 from tests.support.harness import on_ranks, run_ranks
@@ -127,11 +119,7 @@ def test_ranks_that_reduce_other_units_are_told_before_the_step(row: str) -> Non
 
 
 def _experts_in_turn(
-    rank: int,
-    world: int,
-    row: str,
-    orders: dict[int, tuple[int, ...]],
-    schedule: Schedule = FIFO,
+    rank: int, world: int, row: str, orders: dict[int, tuple[int, ...]], schedule: Schedule = FIFO
 ) -> dict[str, torch.Tensor] | str:
     set_schedule(schedule)
     try:

@@ -57,12 +57,7 @@ def met(rank: int, world: int, case: str) -> dict[str, int]:
 
 
 def finds(
-    rank: int,
-    world: int,
-    wait: str,
-    case: str,
-    schedules: Sequence[Schedule],
-    first: bool = False,
+    rank: int, world: int, wait: str, case: str, schedules: Sequence[Schedule], first: bool = False
 ) -> list[Schedule]:
     """Return the schedules (or the `first` of them) under which a run without `wait` has other
     numbers, or none at all.
@@ -107,10 +102,7 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "Gradient.fetch": ("gradients on disk", ("compute_first", 0)),
     "TileRunner._run_in_thread": ("evaluated, gradients on the host", ("compute_last", 0)),
     "TileRunner.wait": ("save and load, gradients on the host", ("compute_first", 0)),
-    "_HostStorage._wait_for_opposite": (
-        "evaluate and load, on the host",
-        ("compute_first", 0),
-    ),
+    "_HostStorage._wait_for_opposite": ("evaluate and load, on the host", ("compute_first", 0)),
     "write_shard.<locals>.parts": ("save and load", ("compute_first", 0)),
     "Whole.full_state_dict": ("zero3 bf16", ("compute_first", 0)),
     "SegmentStates.read": ("repartition", ("compute_first", 0)),

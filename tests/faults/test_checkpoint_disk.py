@@ -350,9 +350,7 @@ def test_whoever_may_write_in_the_directory_may_lock_it(training: Training, tmp_
         assert (lock.st_mode & 0o777, lock.st_gid) == (expected, tmp_path.stat().st_gid), oct(mode)
 
 
-def test_a_lock_that_another_member_cannot_open_is_named_with_its_owner(
-    training: Training,
-) -> None:
+def test_a_lock_that_another_member_cannot_open_is_named_with_its_owner(training: Training) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, lock = Path(name), Path(name) / ".lock"
         folder.chmod(0o777)
@@ -636,11 +634,9 @@ def test_a_kill_between_the_two_renames_leaves_the_older_one_to_load(
         and training.fingerprint() == expected
     )
     training.save(tmp_path, 2)
-    assert names(tmp_path) == [
-        ".lock",
-        ".replaced-step-0000000001",
-        "step-0000000002",
-    ], "it still counts"
+    assert names(tmp_path) == [".lock", ".replaced-step-0000000001", "step-0000000002"], (
+        "it still counts"
+    )
     training.step(0, 2)
     training.save(tmp_path, 1)
     training.save(tmp_path, 3)

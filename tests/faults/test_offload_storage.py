@@ -29,15 +29,7 @@ from tests.support import inside
 from tests.support.broken_storage import Broken, patched
 from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.launched import PATHS
-from tests.support.training import (
-    TRANSPORTS,
-    Net,
-    Run,
-    batch,
-    make_model,
-    make_sharded,
-    two_groups,
-)
+from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, make_sharded, two_groups
 from zeroshard import CheckpointError, StateError, StorageError
 from zeroshard.runtime.engine import states_of
 
@@ -580,11 +572,7 @@ def _at_shard(rank: int, world: int, transport: str, what: str, path: str) -> st
         pytest.raises(StorageError) as caught,
     ):
         zs.shard(
-            model,
-            optimizer,
-            policy="zero3",
-            offload=offload,
-            comm=zs.Comm(transport=transport),
+            model, optimizer, policy="zero3", offload=offload, comm=zs.Comm(transport=transport)
         )
     if place.is_dir() and what != "read-only":
         assert os.listdir(place) == []
@@ -704,10 +692,7 @@ def test_a_disk_that_fills_up_in_a_step_is_told_and_training_goes_on_once_there_
         f"mount -t tmpfs -o size=24m tmpfs {disk} && exec {sys.executable} {script} {disk}"
         f" {checkpoints}"
     )
-    environment = os.environ | {
-        "PYTHONPATH": PATHS,
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command],
         capture_output=True,

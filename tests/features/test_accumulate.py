@@ -20,14 +20,7 @@ from tests.features.test_experts import _batch, _mesh, _sharded
 from tests.support import inside
 from tests.support.experts import Stacked
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import (
-    Net,
-    Recomputed,
-    batch,
-    differences,
-    make_model,
-    make_sharded,
-)
+from tests.support.training import Net, Recomputed, batch, differences, make_model, make_sharded
 
 State = dict[str, torch.Tensor]
 STEPS, MICRO_BATCHES = 2, 3

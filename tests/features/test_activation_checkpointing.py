@@ -310,9 +310,7 @@ def test_backward_may_run_twice_and_be_differentiated(
     )
 
 
-def test_two_forwards_before_the_backwards_in_either_order(
-    host: ActivationStore,
-) -> None:
+def test_two_forwards_before_the_backwards_in_either_order(host: ActivationStore) -> None:
     model = Stack(3, lambda fn, x: checkpoint(fn, x, tier="host"))
     plain = Stack(3)
 
@@ -437,9 +435,7 @@ def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
     assert host.store.account.peak <= most
 
 
-def test_a_graph_that_dies_without_backward_gives_its_storages_back(
-    host: ActivationStore,
-) -> None:
+def test_a_graph_that_dies_without_backward_gives_its_storages_back(host: ActivationStore) -> None:
     model = Stack(4, lambda fn, x: checkpoint(fn, x, tier="host"))
     loss = model(activation())
     assert host.used > 0
@@ -485,9 +481,7 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
     assert all(len(known) <= 2 for known in shelf._stored.values())
 
 
-def test_inside_another_checkpoint_inputs_are_not_put_away(
-    host: ActivationStore,
-) -> None:
+def test_inside_another_checkpoint_inputs_are_not_put_away(host: ActivationStore) -> None:
     one = shelf.size_class(4 * 32 * WIDTH)
 
     def inner(h: torch.Tensor) -> torch.Tensor:
@@ -894,9 +888,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(
     assert uncheckpoint_blocks(twin) == uncheckpoint_blocks(model)
 
 
-def test_a_forward_of_the_blocks_own_is_kept_and_given_back(
-    host: ActivationStore,
-) -> None:
+def test_a_forward_of_the_blocks_own_is_kept_and_given_back(host: ActivationStore) -> None:
     model = make_model()
     own = model.blocks[0].forward
     model.blocks[0].forward = doubled = lambda x: 2 * own(x)
@@ -1151,10 +1143,7 @@ def test_gradients_of_reentrant_checkpoints_are_summed_here_before_they_leave(
         model = seeded()
         chosen = {"units": lambda name, module: any(True for _ in module.parameters())}
         engine = zs.shard(
-            model,
-            torch.optim.SGD(model.parameters(), 0.5),
-            policy=row,
-            **(chosen if units else {}),
+            model, torch.optim.SGD(model.parameters(), 0.5), policy=row, **(chosen if units else {})
         )
         backwards(model, lambda: None)
         grads = {name: engine.full_grad(parameter) for name, parameter in model.named_parameters()}
@@ -1196,8 +1185,7 @@ class _BackwardInside(_Within):
 
 
 @pytest.mark.parametrize(
-    ("block", "counted"),
-    [(_Within, [1, 1, 0, 0]), (_BackwardInside, [1, 0, 0, 0])],
+    ("block", "counted"), [(_Within, [1, 1, 0, 0]), (_BackwardInside, [1, 0, 0, 0])]
 )
 def test_forwards_inside_a_unit_that_a_reentrant_checkpoint_will_run_again_are_counted(
     block: type[nn.Module], counted: list[int]

@@ -346,10 +346,7 @@ def test_ranks_that_use_different_parameters_and_clear_all_they_have_are_not_ref
             model = Routed()
             optimizer = two_groups(model)
             engine = zs.shard(
-                model,
-                optimizer,
-                policy=row,
-                comm=zs.Comm.model_validate({"transport": transport}),
+                model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
             )
             route = ((0,), (0, 1, 2))[rank]
             for step in range(2):

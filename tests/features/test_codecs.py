@@ -178,10 +178,7 @@ def test_frozen_weights_rest_encoded_and_checkpoints_read_and_write_them(
             if not torch.equal(value, states["encoded"][key])
         ],
     }
-    assert seen["bytes"] == {
-        "encoded": pytest.approx(1 + 4 / 256),
-        "rounded": pytest.approx(4.0),
-    }
+    assert seen["bytes"] == {"encoded": pytest.approx(1 + 4 / 256), "rounded": pytest.approx(4.0)}
     assert seen["losses are equal"] and seen["differ"] == [] and seen["loaded"] == []
 
 

@@ -9,14 +9,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.cases import (
-    WIDTH,
-    Backward,
-    Case,
-    lora,
-    seeded,
-    train_case,
-)
+from tests.support.cases import WIDTH, Backward, Case, lora, seeded, train_case
 from tests.support.harness import on_ranks
 from tests.support.training import ROWS, batch, final_state, make_model, take_steps, two_groups
 from zeroshard.errors import CheckpointError, ConfigError

@@ -282,8 +282,7 @@ def test_saved_tensors_may_be_packed_by_numpy(rank: int, transport: str) -> None
         model, optimizer, engine = make_sharded(transport=transport)
         for step in range(3):
             with torch.autograd.graph.saved_tensors_hooks(
-                (lambda t: t.detach().numpy().copy()) if packs else (lambda t: t),
-                torch.as_tensor,
+                (lambda t: t.detach().numpy().copy()) if packs else (lambda t: t), torch.as_tensor
             ):
                 loss = model(*batch(rank, step))
             loss.backward()

@@ -339,13 +339,7 @@ def test_bytes_at_rest_are_the_formula(rank: int) -> None:
         torch.manual_seed(0)
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            precision="bf16",
-            comm=zs.Comm(node_size=2),
-        )
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16", comm=zs.Comm(node_size=2))
         loss = model(*batch(rank, 0))
         columns = inside.column_bytes(engine)
         loss.backward()

@@ -14,14 +14,7 @@ import torch
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import on_ranks
-from tests.support.training import (
-    Net,
-    batch,
-    make_model,
-    make_sharded,
-    take_steps,
-    two_groups,
-)
+from tests.support.training import Net, batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row

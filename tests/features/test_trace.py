@@ -191,9 +191,7 @@ def test_tiers_and_the_step_on_the_host_have_lanes_of_their_own(
     assert moved["tier write"] == STEPS * (weights + states)
 
 
-def test_a_trace_changes_no_bit_and_leaves_nothing_behind(
-    trained: tuple[Path, list[Any]],
-) -> None:
+def test_a_trace_changes_no_bit_and_leaves_nothing_behind(trained: tuple[Path, list[Any]]) -> None:
     directory, told = trained
     for rank in range(2):
         for plain, traced in told[rank][1::2]:

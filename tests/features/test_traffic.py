@@ -38,11 +38,7 @@ def _counted(
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
         engine = zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            precision=precision,
-            comm=zs.Comm(transport=transport),
+            model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport=transport)
         )
         padded = inside.padded_numel(engine)
         for micro_batches, no_sync in ((1, False), (1, False), (2, False), (2, True)):
@@ -165,15 +161,7 @@ def _alone(world: int, row: str) -> list[tuple[int, int, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "row"),
-    [
-        (2, "zero3"),
-        (4, "zero2"),
-        (2, "zero2"),
-        (4, "zero3"),
-    ],
-)
+@pytest.mark.parametrize(("world", "row"), [(2, "zero3"), (4, "zero2"), (2, "zero2"), (4, "zero3")])
 def test_the_interface_counts_the_same_within_five_percent(world: int, row: str) -> None:
     seen = _alone(world, row)
     formula = sum(expected for _, _, expected in seen)

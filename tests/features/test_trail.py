@@ -163,9 +163,7 @@ def _in_part(rank: int, world: int, stage: int, path: Path) -> list[str]:
     return list(record["hashes"]["leaf 0"])
 
 
-def test_a_unit_that_is_used_in_part_has_a_gradient_in_every_row_or_in_none(
-    tmp_path: Path,
-) -> None:
+def test_a_unit_that_is_used_in_part_has_a_gradient_in_every_row_or_in_none(tmp_path: Path) -> None:
     found = [run_ranks(1, _in_part, stage, tmp_path / str(stage))[0] for stage in (1, 2)]
     assert found[0] == found[1] and found[0], found
 

@@ -68,7 +68,7 @@ def test_what_a_backend_refuses_is_raised_as_it_is_with_the_unit(rank: int, worl
 @on_ranks(2, timeout=150)
 def test_sums_go_on_where_a_gather_of_mapped_memory_begins(rank: int, world: int) -> None:
     """A peer may need the buffer that it waits for. Begin a gather of mapped memory again and again
-    while a sum is under way; lee whether it has ended so, without a wait.
+    while a sum is under way; see whether it has ended so, without a wait.
     """
     spec = next(one for one in SPECS if one.label == "shm2")
     ranges, out = spec.cut(*[64] * world), torch.empty(64)

@@ -498,5 +498,5 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
 # Features that the engine does not get right yet: how a program loses them, by the reason.
 HELD_BACK: dict[str, Callable[[Program], Program]] = {
     # of seed 1904 one run in some hundred had other bits, and one was refused
-    "a rank without a leaf keeps weights that a reentrant checkpoint does not": _plain_shadows,
+    "a rank without a leaf keeps weights that a reentrant checkpoint does not": _plain_shadows
 }

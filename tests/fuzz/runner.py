@@ -27,14 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from tests.fuzz.model import (
-    FEATURES,
-    ROWS_IN_BATCH,
-    VOCABULARY,
-    AllRanks,
-    BadBatchError,
-    FuzzNet,
-)
+from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, AllRanks, BadBatchError, FuzzNet
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
     CUT_OFF,

@@ -601,12 +601,7 @@ _ROUTES: dict[str, Sequence[Sequence[int]]] = {
     "one block alone in step 2": ((0, 1, 2, 3), (2,), (0, 1, 2, 3)),
 }
 for _name, _routes in _ROUTES.items():
-    for _row, _bytes in (
-        ("zero2", None),
-        ("zero3", None),
-        ("zero3", 14_000),
-        ("zero3-keep", None),
-    ):
+    for _row, _bytes in (("zero2", None), ("zero3", None), ("zero3", 14_000), ("zero3-keep", None)):
         if _row == "zero2" and "used twice" not in _name and "skipped" not in _name:
             continue
         _add(

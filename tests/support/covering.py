@@ -71,9 +71,7 @@ def by_pairs(
         )
     product = [
         pytest.param(
-            cases_of({**factors, slow_by: [value]}, allowed),
-            id=str(value),
-            marks=pytest.mark.slow,
+            cases_of({**factors, slow_by: [value]}, allowed), id=str(value), marks=pytest.mark.slow
         )
         for value in factors[slow_by]
     ]

@@ -105,7 +105,7 @@ FILES: dict[str, dict[str, Any]] = {
             "stage3_param_persistence_threshold": 1e5,
             "reduce_bucket_size": 1e7,
             "sub_group_size": 1e9,
-        },
+        }
     },
     "offload": {
         "zero_optimization": {

@@ -382,10 +382,7 @@ class _Worker:
 
 
 def _interpreter(
-    end: Connection,
-    outputs: tuple[BinaryIO, BinaryIO],
-    environment: dict[str, str],
-    *args: object,
+    end: Connection, outputs: tuple[BinaryIO, BinaryIO], environment: dict[str, str], *args: object
 ) -> subprocess.Popen[bytes]:
     """Start a new interpreter for a worker."""
     words = ", ".join(map(repr, (end.fileno(), os.getpid(), *args)))

@@ -93,13 +93,7 @@ def begin(
                 parameter.zero_()
     optimizer = two_groups(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    engine = zs.shard(
-        model,
-        optimizer,
-        mesh=mesh,
-        policy=layout.row,
-        **dict(layout.options),
-    )
+    engine = zs.shard(model, optimizer, mesh=mesh, policy=layout.row, **dict(layout.options))
     return Run(case, mesh, model, optimizer, schedule, engine)
 
 

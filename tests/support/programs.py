@@ -196,10 +196,7 @@ PROGRAMS: dict[str, Program] = {
     "gradient codec": replace(_PLAIN, comm={"grad_codec": "int4", "error_feedback": True}),
     "weight codec": replace(_PLAIN, comm={"weight_codec": "int8"}),
     "codecs and no_sync": replace(
-        _PLAIN,
-        micro_batches=2,
-        no_sync=True,
-        comm={"weight_codec": "int8", "grad_codec": "int4"},
+        _PLAIN, micro_batches=2, no_sync=True, comm={"weight_codec": "int8", "grad_codec": "int4"}
     ),
     "a fraction on the host": replace(
         _PLAIN,

@@ -213,11 +213,7 @@ def make_sharded(
     model = make_model() if model is None else model
     tied = optimizer(model)
     comm = zs.Comm.model_validate({"transport": transport})
-    return (
-        model,
-        tied,
-        zs.shard(model, tied, policy=row, **{"comm": comm, **options}),
-    )
+    return (model, tied, zs.shard(model, tied, policy=row, **{"comm": comm, **options}))
 
 
 def wrapped(
