@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard as zs
 from tests.support.harness import on_ranks
-from tests.support.training import ROWS, batch, make_model, make_sharded, two_groups
+from tests.support.training import ROWS, batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
 
@@ -524,9 +524,7 @@ def test_writing_to_a_gathered_parameter_is_kept_or_an_error(rank: int, row: str
     never lost in silence.
     """
     model, optimizer, engine = make_sharded(row)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
 
     def edit() -> None:
         with engine.gathered(model.head.weight), torch.no_grad():

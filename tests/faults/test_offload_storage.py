@@ -29,7 +29,16 @@ from tests.support import inside
 from tests.support.broken_storage import Broken, patched
 from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.launched import PATHS
-from tests.support.training import TRANSPORTS, Net, Run, batch, make_model, make_sharded, two_groups
+from tests.support.training import (
+    TRANSPORTS,
+    Net,
+    Run,
+    batch,
+    make_model,
+    make_sharded,
+    take_steps,
+    two_groups,
+)
 from zeroshard import CheckpointError, StateError, StorageError
 from zeroshard.runtime.engine import states_of
 
@@ -798,9 +807,7 @@ def _late_join(rank: int, world: int, path: str, key: str) -> tuple[str, dict[st
             with engine.join():
                 for step in range(2 if rank else 3):
                     broken.armed = step == 2
-                    model(*batch(rank, step)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_steps(rank, [step], model, optimizer)
         except StorageError as caught:
             error = str(caught)
     engine.close()

@@ -174,9 +174,7 @@ def test_many_exceptions_leave_no_thread_and_no_descriptor(rank: int, transport:
             model(*batch(rank, step)).backward()
         handle.remove()
         engine.reset()
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         if step == 8:
             before = usage()
     deadline = time.monotonic() + 300  # threads of transfers that were given up end by themselves
@@ -272,9 +270,7 @@ def test_a_stalled_rank_is_reported_with_what_is_awaited(
     is told that rank 0 gave up.
     """
     model, optimizer, engine = make_sharded("zero3", transport, stall_timeout_s=1.5)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     asleep = {phase: 2.5} if rank == 1 else {}
     said = "StallError: nothing"
     try:
@@ -483,9 +479,7 @@ def test_the_third_bad_step_in_a_row_stops_and_names_the_parameter(
         scales = []
         allowed = 2 if precision != "fp16" else 16
         for step in range(allowed):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer, engine)
             scales.append(engine.loss_scale)
         engine.backward(model(*batch(rank, 0)))
         with pytest.raises(

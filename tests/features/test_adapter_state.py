@@ -16,7 +16,7 @@ from tests.support import inside
 from tests.support.cases import seeded
 from tests.support.endless_link import Endless
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import ROWS, batch, equal
+from tests.support.training import ROWS, equal, take_steps
 from zeroshard.errors import ConfigError, PlanMismatch
 
 WIDTH = 48
@@ -57,9 +57,7 @@ def _sharded(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, zs.Engin
 
 
 def _step(rank: int, number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(*batch(rank, number)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, [number], model, optimizer)
 
 
 def _check(engine: zs.Engine, label: str) -> None:

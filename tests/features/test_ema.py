@@ -37,9 +37,7 @@ def _reference(rank: int) -> tuple[dict[str, torch.Tensor], list[float], dict[st
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(model)  # the first update copies
     for step in range(STEPS):
-        runs(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], runs, optimizer)
         averaged.update_parameters(model)
         with torch.no_grad():
             losses.append(averaged.module(*batch(7, step)).item())
@@ -57,9 +55,7 @@ def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(
         ema = zs.EMA(engine, DECAY)
         ours = []
         for step in range(STEPS):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             engine.reset_traffic()
             ema.update()
             assert engine.traffic().total == 0, "an update sends nothing"
@@ -83,9 +79,7 @@ def test_bf16_averages_its_fp32_masters(rank: int) -> None:
         model, optimizer, engine = make_sharded(row, precision="bf16")
         ema = zs.EMA(engine, DECAY)
         for step in range(3):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             ema.update()
             with ema.swapped(), torch.no_grad():
                 model(*batch(7, step))
@@ -183,9 +177,7 @@ def test_a_swap_that_fails_keeps_both_and_trains_no_average(rank: int, at: str) 
     """
     model, optimizer, engine = make_sharded("zero1")
     ema = zs.EMA(engine, DECAY)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     rest = states_of(engine).rest
     trained = [master.clone() for master in rest.masters()]
     averages = [average.clone() for average in ema.averages]

@@ -15,12 +15,12 @@ from tests.support import inside
 from tests.support.covering import by_pairs
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
+    ROWS,
     TRANSPORTS,
     batch,
     equal,
     make_model,
     make_sharded,
-    on_rows,
     take_steps,
     two_groups,
 )
@@ -28,7 +28,11 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.engine import states_of
 
 
-def _written_back(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others(
+    rank: int, row: str
+) -> None:
     model, optimizer, engine = make_sharded(row)
     take_steps(rank, 1, model, optimizer)
     before = engine.full_state_dict(rank0_only=False)
@@ -62,10 +66,6 @@ def _written_back(rank: int, world: int, row: str) -> None:
     assert equal(engine.full_state_dict(rank0_only=False), expected), row
     take_steps(rank, [1], model, optimizer)
     engine.close()
-
-
-def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others() -> None:
-    on_rows(_written_back)
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,7 @@ def test_the_optimizers_state_and_options_may_be_edited_in_place(rank: int, row:
         engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind)
         module = DistributedDataParallel(model) if engine is None else model
         for step in range(6):
-            module(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], module, optimizer)
             if step == 2:  # restart the second moments, and halve the first
                 for state in optimizer.state.values():
                     state["exp_avg"].mul_(0.5)

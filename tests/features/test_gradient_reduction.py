@@ -135,9 +135,7 @@ def test_a_repartition_keeps_the_sum(rank: int) -> None:
     for changes in (True, False):
         model, optimizer, engine = make_sharded("zero2", optimizer=_sgd, gradient_reduction="sum")
         for step in range(2):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer, engine)
             if changes and step == 0:
                 engine.repartition(policy="zero3")
         states.append(final_state(model, engine))

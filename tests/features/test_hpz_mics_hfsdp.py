@@ -419,9 +419,7 @@ def _flipped(rank: int, world: int, row: str) -> str:
     model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2), verify_every=2)
     try:
         for step in range(4):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             if rank == 3 and step == 2:
                 inside.alter_weights_at_rest(engine)
         engine.close()
@@ -445,9 +443,7 @@ def _compared(rank: int, world: int, tiers: dict[str, Any], alters: bool = False
     )
     try:
         for step in range(2):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             if alters and rank == 3:
                 next(iter(optimizer.state.values()))["exp_avg"][0] += 1.0
         engine.close()

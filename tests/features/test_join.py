@@ -113,9 +113,7 @@ def test_averages_follow_the_steps_that_a_rank_without_data_shadows(
         averages = [zs.EMA(engine, decay) for decay in decays]
         with engine.join():
             for step in range(steps[rank]):
-                model(*batch(rank, step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(rank, [step], model, optimizer)
                 for ema in averages:
                     ema.update()
         for ema, average in zip(averages, expected, strict=True):

@@ -231,9 +231,7 @@ def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(
 
     seen = []
     for step in range(200 if transport == "shared_memory" else 40):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         if step == 5:
             seen.append(census())
     seen.append(census())

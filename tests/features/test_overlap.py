@@ -42,9 +42,7 @@ def _events(rank: int, world: int, policy: str = "zero3") -> list[tuple[str, str
     for step in range(3):
         events.clear()
         with inside.traced(engine, lambda what, name: events.append((what, name))):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
     engine.close()
     return events
 

@@ -32,6 +32,7 @@ from tests.support.training import (
     final_state,
     make_model,
     make_sharded,
+    take_steps,
     two_groups,
     wrapped,
 )
@@ -263,9 +264,7 @@ def test_replicated_weights_can_be_read_and_saved_right_after_a_step(
 ) -> None:
     model, optimizer, engine = make_sharded(row, transport)
     for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         with torch.no_grad():
             norms = {name: p.norm() for name, p in model.named_parameters()}
         state = engine.full_state_dict(rank0_only=False)
@@ -375,9 +374,7 @@ def test_a_loop_may_change_its_thread(rank: int) -> None:
     engine = zs.shard(model, optimizer, stage=2)
 
     def step() -> None:
-        model(*batch(rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, 1, model, optimizer)
 
     for _ in range(2):  # as a pool's threads do
         thread = threading.Thread(target=step)

@@ -13,7 +13,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import on_ranks
-from tests.support.training import ROWS, batch, make_model
+from tests.support.training import ROWS, batch, make_model, take_steps
 
 STEPS = 3
 
@@ -66,9 +66,7 @@ def _seen(model: nn.Module, optimizer: Any, state: Any) -> list[Any]:
     for _ in range(2):
         optimizer.train()
         for _ in range(STEPS):
-            model(*batch(0, number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(0, [number], model, optimizer)
             number += 1
         optimizer.eval()
         with torch.no_grad():

@@ -24,6 +24,7 @@ from tests.support.training import (
     Recomputed,
     batch,
     make_model,
+    take_steps,
     train,
     two_groups,
 )
@@ -236,9 +237,7 @@ def test_names_of_a_sharded_model(rank: int, tmp_path: Path) -> None:
         torch.equal(v, other.state_dict()[k])
         for k, v in join_tiles(engine.full_state_dict(rank0_only=False)).items()
     )
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     zs.save(tmp_path, engine, step=1)
     saved = engine.full_state_dict(rank0_only=False)
     model.load_state_dict(plain.state_dict())

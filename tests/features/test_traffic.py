@@ -105,9 +105,7 @@ def _interface(rank: int, world: int, row: str) -> tuple[int, int, float]:
     model = Net(width=256, layers=6)  # 19 MB of weights: message headers vanish
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     torch.distributed.barrier()
     engine.reset_traffic()
     before = loopback()
@@ -191,9 +189,7 @@ def test_a_step_sends_no_weights_that_are_not_trained(rank: int, row: str) -> No
                     if piece.name == "embed.weight":
                         piece.write(torch.full((piece.stop - piece.start,), 0.5))
         engine.reset_traffic()
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         inside.wait_published(engine)
         payload.append(engine.traffic().bytes.get("all_gather", 0))
     trained = inside.padded_numel(engine, trained=True)

@@ -21,7 +21,6 @@ from tests.support.training import (
     final_state,
     make_model,
     make_sharded,
-    on_rows,
     train,
     two_groups,
 )
@@ -111,7 +110,9 @@ def test_gradients_that_came_encoded_are_forgotten() -> None:
     assert run_ranks(2, _zeroed_beside, cases, timeout=60) == [[], []]
 
 
-def _one_zeroed(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_zeroing_one_modules_gradient_drops_that_one_alone(rank: int, row: str) -> None:
     """Code that drops the gradient of one module (frozen for a while) drops that one alone."""
     model, optimizer, engine = make_sharded(row)
     plain = make_model()
@@ -128,11 +129,12 @@ def _one_zeroed(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
-    on_rows(_one_zeroed)
-
-
-def _zeroed_between(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ("zero1", "zero3", "mics", "hfsdp"))
+@on_ranks(4)
+def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone(rank: int, row: str) -> None:
+    """Also where the sum of a node's ranks waits for the other nodes, whose sums are rounded in
+    another order than DDP's.
+    """
     model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2))
     plain = make_model()
     ours, theirs = DistributedDataParallel(plain), two_groups(plain)
@@ -151,13 +153,6 @@ def _zeroed_between(rank: int, world: int, row: str) -> None:
     for name, value in engine.full_state_dict(rank0_only=False).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=f"{row} {name}")
     engine.close()
-
-
-def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone() -> None:
-    """Also where the sum of a node's ranks waits for the other nodes, whose sums are rounded in
-    another order than DDP's.
-    """
-    on_rows(_zeroed_between, rows=("zero1", "zero3", "mics", "hfsdp"), world=4)
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "one unit", "by hand", "model"])

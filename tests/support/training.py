@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
 
 State = dict[str, torch.Tensor]
 
@@ -357,16 +356,6 @@ def train_row(
         return {name: value.detach().clone() for name, value in model.named_parameters()}
     assert engine.steps_skipped == 0
     return final_state(model, engine)
-
-
-def on_rows(fn: Callable[..., None], *, rows: tuple[str, ...] = ROWS, world: int = 2) -> None:
-    """Call ``fn(rank, world, row)`` for each of `rows` on `world` ranks."""
-    run_ranks(world, _each, fn, rows, timeout=90)
-
-
-def _each(rank: int, world: int, fn: Callable[..., None], rows: tuple[str, ...]) -> None:
-    for row in rows:
-        fn(rank, world, row)
 
 
 def average_gradients(model: nn.Module) -> None:
