@@ -31,8 +31,6 @@ import zeroshard
 from zeroshard.memory import Mark
 from zeroshard.runtime.streams import AcceleratorStreams
 
-__all__ = ["Omission"]
-
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int32, torch.int64)}
 _LARGEST |= {torch.bool: 1}
 _PACKAGE = f"{Path(str(zeroshard.__file__)).parent}/"

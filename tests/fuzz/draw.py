@@ -30,8 +30,6 @@ from tests.fuzz.program import (
 )
 from zeroshard.core.policy import ROWS
 
-__all__ = ["HELD_BACK", "LATER", "SWITCHES", "draw"]
-
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 TIERS = ("device", "host", "disk")

@@ -50,8 +50,6 @@ from zeroshard.core.policy import ROWS
 from zeroshard.errors import StateError, ZeroshardError
 from zeroshard.launch.cli import main
 
-__all__ = ["Outcome", "command", "run_program"]
-
 STALL_S = 120.0
 SHORT_STALL_S = 1.0  # where a stall may be the right answer
 TIMEOUT_S = 200.0

@@ -31,8 +31,6 @@ from tests.support.pipelines import SINGLE, Layer, mesh_of, piped
 from tests.support.training import VOCABULARY, batch, two_groups
 from zeroshard.nn import checkpoint as put_away
 
-__all__ = ["CASES", "Case", "lists"]
-
 STEPS = 3
 WIDTH = 19
 FACTORS = (4, 1, 6, 2)  # of the blocks: units of different sizes, so that budgets bind

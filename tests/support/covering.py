@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_pairs", "cases_of", "pairs"]
-
 Case = dict[str, Any]
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FILES", "NAMES"]
-
 _FP16: dict[str, Any] = {
     "enabled": "auto",
     "loss_scale": 0,

@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-__all__ = ["FAMILIES", "SMALL", "TINY", "Batch", "Family", "Size"]
-
 Batch = dict[str, torch.Tensor]
 NUM_CLASSES = 5
 

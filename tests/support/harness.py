@@ -44,22 +44,6 @@ from typing import Any, BinaryIO
 
 from tests.support.zygote import Forked, Nursery, Zygote
 
-__all__ = [
-    "PLAIN",
-    "ProcessResult",
-    "RankError",
-    "RankFailure",
-    "close_pools",
-    "die_with_parent",
-    "fork_off",
-    "is_running",
-    "on_ranks",
-    "run_ranks",
-    "share_zygotes",
-    "shared_zygotes",
-    "spawn_ranks",
-]
-
 NUM_ZYGOTES = 2  # neighbours differ in the seed of their hashes
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from zeroshard.runtime.streams import LANES, Event, Lane
 
-__all__ = ["Clock", "LaneClocks"]
-
 Clock = Counter[str]  # per lane: how many of its accesses are known to have finished
 
 

@@ -14,20 +14,6 @@ from pathlib import Path
 
 from tests.support.harness import ROOT, spawn_ranks
 
-__all__ = [
-    "HELLO",
-    "PATHS",
-    "PROGRAM",
-    "STUBBORN",
-    "STUB_SSH",
-    "WAIT",
-    "Job",
-    "forget_package",
-    "run_script",
-    "stub_ssh",
-    "wait_until",
-]
-
 # PYTHONPATH of interpreters that need no other: the package, and what spares a second of CPU
 PATHS = os.pathsep.join(str(ROOT / name) for name in ("src", "", "tests/support/startup"))
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")

@@ -22,8 +22,6 @@ from tests.support.training import two_groups
 from zeroshard.checkpoint.steps import step_path
 from zeroshard.formats.export import export
 
-__all__ = ["Layout", "Run", "begin", "exported"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -23,8 +23,6 @@ import torch
 import zeroshard
 from tests.support.lane_clocks import Clock, LaneClocks
 
-__all__ = ["PretendedDevice", "Timeline", "site_of_caller"]
-
 # whose frames do not say who waits
 _PACKAGE, _TORCH = (Path(str(module.__file__)).parent for module in (zeroshard, torch))
 _BETWEEN = (

@@ -19,8 +19,6 @@ from zeroshard.core.route import Axis
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.streams import NoStreams
 
-__all__ = ["TwoLevels"]
-
 BOTH = (Axis.NODE, Axis.LOCAL)
 
 
