@@ -83,192 +83,98 @@ class Case:
 
 
 DISK = {"weight": "disk", "grad": "disk", "optimizer": "disk"}
+
+
+def _case(line: str, **options: Any) -> Case:
+    """`line`: verb and key, since when, what is told, and whether what rests is lost."""
+    what, since, told, *lost = line.split(" | ")
+    own = {name: options.pop(name) for name in {*options} & {*Case.__dataclass_fields__}}
+    return Case(*what.split(" ", 1), since, told, bool(lost), options=options, **own)
+
+
 CASES = {
     # (a) weights in forward, (b) in backward
-    "weights in forward": Case(
-        "read", "blocks.1_fp32_weights", "forward", "forward", False, options={"weight": "disk"}
+    "weights in forward": _case("read blocks.1_fp32_weights | forward | forward", weight="disk"),
+    "weights in backward": _case("read blocks.1_fp32_weights | backward | step", **DISK),
+    "weights in backward, clipped": _case(
+        "read blocks.0_fp32_weights | backward | clip", weight="disk"
     ),
-    "weights in backward": Case(
-        "read", "blocks.1_fp32_weights", "backward", "step", False, options=DISK
-    ),
-    "weights in backward, clipped": Case(
-        "read", "blocks.0_fp32_weights", "backward", "clip", False, options={"weight": "disk"}
-    ),
-    "weights in backward, accumulating": Case(
-        "read",
-        "blocks.1_fp32_weights",
-        "backward",
-        "second forward",
-        False,
-        options=DISK,
+    "weights in backward, accumulating": _case(
+        "read blocks.1_fp32_weights | backward | second forward",
+        **DISK,
         micro_batches=2,
         no_sync=True,
     ),
     # (c) gradients in backward, and after it
-    "gradient written": Case(
-        "write", "blocks.2_fp32_gradient", "backward", "step", False, options={"grad": "disk"}
+    "gradient written": _case("write blocks.2_fp32_gradient | backward | step", grad="disk"),
+    "gradient written, accumulating": _case(
+        "write blocks.2_fp32_gradient | backward | step", row="zero2", grad="disk", micro_batches=2
     ),
-    "gradient written, accumulating": Case(
-        "write",
-        "blocks.2_fp32_gradient",
-        "backward",
-        "step",
-        False,
-        row="zero2",
-        options={"grad": "disk"},
-        micro_batches=2,
+    "gradient read for the norm": _case(
+        "read blocks.2_fp32_gradient | clip | clip", row="zero2", grad="disk"
     ),
-    "gradient read for the norm": Case(
-        "read",
-        "blocks.2_fp32_gradient",
-        "clip",
-        "clip",
-        False,
-        row="zero2",
-        options={"grad": "disk"},
-    ),
-    "gradient gathered": Case(
-        "host",
-        "blocks.2:fp32 gradient",
-        "backward",
-        "step",
-        False,
-        row="ddp",
-        options={"grad": "host"},
-        fresh=True,
+    "gradient gathered": _case(
+        "host blocks.2:fp32 gradient | backward | step", row="ddp", grad="host", fresh=True
     ),
     # (d) the step's read, (e) its write: streamed, in place, late, by two threads
-    "moment read": Case(
-        "read", "blocks.1_fp32_exp_avg.", "step", "step", True, options={"optimizer": "disk"}
+    "moment read": _case("read blocks.1_fp32_exp_avg. | step | step | lost", optimizer="disk"),
+    "master read": _case(
+        "read blocks.3_fp32_master | step | step | lost", row="zero1", optimizer="disk"
     ),
-    "master read": Case(
-        "read",
-        "blocks.3_fp32_master",
-        "step",
-        "step",
-        True,
-        row="zero1",
-        options={"optimizer": "disk"},
+    "gradient read": _case(
+        "read blocks.2_fp32_gradient | step | step | lost", grad="disk", optimizer="host"
     ),
-    "gradient read": Case(
-        "read",
-        "blocks.2_fp32_gradient",
-        "step",
-        "step",
-        True,
-        options={"grad": "disk", "optimizer": "host"},
+    "moment written": _case(
+        "write blocks.1_fp32_exp_avg_sq | step | step | lost", optimizer="disk"
     ),
-    "moment written": Case(
-        "write", "blocks.1_fp32_exp_avg_sq", "step", "step", True, options={"optimizer": "disk"}
+    "master written": _case("write blocks.1_fp32_weights | step | step | lost", **DISK),
+    "weights written": _case(
+        "write blocks.1_fp32_weights | step | step | lost", weight="disk", optimizer="host"
     ),
-    "master written": Case("write", "blocks.1_fp32_weights", "step", "step", True, options=DISK),
-    "weights written": Case(
-        "write",
-        "blocks.1_fp32_weights",
-        "step",
-        "step",
-        True,
-        options={"weight": "disk", "optimizer": "host"},
-    ),
-    "late, read": Case(
-        "read",
-        "blocks.1_fp32_exp_avg.",
-        "step",
-        "next step",
-        True,
+    "late, read": _case(
+        "read blocks.1_fp32_exp_avg. | step | next step | lost",
         row="zero2",
-        options={"optimizer": "disk", "delayed_update": 0},
+        optimizer="disk",
+        delayed_update=0,
     ),
-    "late, written": Case(
-        "write",
-        "blocks.1_fp32_exp_avg.",
-        "step",
-        "next step",
-        True,
-        options={"optimizer": "disk", "delayed_update": 1},
+    "late, written": _case(
+        "write blocks.1_fp32_exp_avg. | step | next step | lost", optimizer="disk", delayed_update=1
     ),
-    "two threads, read": Case(
-        "read",
-        "fp32_exp_avg.",
-        "step",
-        "step",
-        True,
-        row="zero2",
-        options={"optimizer": "disk", "fraction": 0.5},
+    "two threads, read": _case(
+        "read fp32_exp_avg. | step | step | lost", row="zero2", optimizer="disk", fraction=0.5
     ),
-    "two threads, written": Case(
-        "write",
-        "fp32_exp_avg.",
-        "step",
-        "step",
-        True,
-        options={"optimizer": "disk", "fraction": 0.5},
+    "two threads, written": _case(
+        "write fp32_exp_avg. | step | step | lost", optimizer="disk", fraction=0.5
     ),
     # what happens to files
-    "file cut off": Case(
-        "cut", "blocks.1_fp32_exp_avg.", "step", "step", True, options={"optimizer": "disk"}
-    ),
-    "weights cut off": Case(
-        "cut", "blocks.1_fp32_weights", "forward", "forward", False, options={"weight": "disk"}
-    ),
-    "file altered": Case(
-        "alter",
-        "blocks.1_fp32_master",
-        "step",
-        "step",
-        True,
+    "file cut off": _case("cut blocks.1_fp32_exp_avg. | step | step | lost", optimizer="disk"),
+    "weights cut off": _case("cut blocks.1_fp32_weights | forward | forward", weight="disk"),
+    "file altered": _case(
+        "alter blocks.1_fp32_master | step | step | lost",
         row="zero2",
-        options={"optimizer": "disk", "verify": True},
+        optimizer="disk",
+        verify=True,
     ),
     "file deleted": Case(
         "delete", "blocks.1_fp32_master", "step", "", False, options={"optimizer": "disk"}
     ),
     # no space, no memory
-    "disk full for moments": Case(
-        "create",
-        "blocks.1:fp32 exp_avg",
-        "step",
-        "step",
-        True,
-        options={"optimizer": "disk"},
-        fresh=True,
+    "disk full for moments": _case(
+        "create blocks.1:fp32 exp_avg | step | step | lost", optimizer="disk", fresh=True
     ),
-    "disk full for gradients": Case(
-        "create",
-        "blocks.1:fp32 gradient",
-        "backward",
-        "step",
-        False,
-        options={"grad": "disk"},
-        fresh=True,
+    "disk full for gradients": _case(
+        "create blocks.1:fp32 gradient | backward | step", grad="disk", fresh=True
     ),
-    "no host memory for moments": Case(
-        "host",
-        "blocks.1:fp32 exp_avg",
-        "step",
-        "step",
-        True,
+    "no host memory for moments": _case(
+        "host blocks.1:fp32 exp_avg | step | step | lost", row="zero1", optimizer="host", fresh=True
+    ),
+    "no host memory for gradients": _case(
+        "host blocks.1:fp32 gradient | backward | step", grad="host", fresh=True
+    ),
+    "no host memory for partial sums": _case(
+        "host blocks.1:fp32 partial | backward | step",
         row="zero1",
-        options={"optimizer": "host"},
-        fresh=True,
-    ),
-    "no host memory for gradients": Case(
-        "host",
-        "blocks.1:fp32 gradient",
-        "backward",
-        "step",
-        False,
-        options={"grad": "host"},
-        fresh=True,
-    ),
-    "no host memory for partial sums": Case(
-        "host",
-        "blocks.1:fp32 partial",
-        "backward",
-        "step",
-        False,
-        row="zero1",
-        options={"grad": "host"},
+        grad="host",
         micro_batches=2,
         no_sync=True,
         fresh=True,
