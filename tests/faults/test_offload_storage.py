@@ -72,9 +72,9 @@ class Case:
     def clips(self) -> bool:
         return "clip" in (self.since, self.told)
 
-    def offload(self, path: str) -> zs.Offload:
+    def offload(self, path: Path | str) -> zs.Offload:
         disk = "disk" in self.options.values()
-        return zs.Offload(**self.options, **({"disk_path": path} if disk else {}))
+        return zs.Offload(**self.options, **({"disk_path": str(path)} if disk else {}))
 
     @property
     def exact(self) -> bool:
@@ -189,7 +189,7 @@ ALONE = [  # in a world of one, where the streamed step goes on into the next fo
 class Training:
     """A run whose steps may be refused."""
 
-    def __init__(self, rank: int, case: Case, path: str, transport: str) -> None:
+    def __init__(self, rank: int, case: Case, path: Path | str, transport: str) -> None:
         self.rank, self.case = rank, case
         self.model: Net = make_model()
         self.optimizer = two_groups(self.model)

@@ -128,7 +128,7 @@ def test_activations_between_units_rest_on_the_host_or_on_disk(rank: int, tmp_pa
     expected, _ = _vertical(rank, "zero3")
     told = []
     for tier in ("host", "disk"):
-        wide = {"tier": tier, "path": tmp_path if tier == "disk" else None}
+        wide = {"tier": tier, "path": str(tmp_path) if tier == "disk" else None}
         state, _ = _vertical(rank, "zero3", **wide)
         told += differences(state, expected, tier, "device")
     state, _ = _vertical(rank, "zero3", shares=[0.1, 0.9])
@@ -151,7 +151,7 @@ def test_weights_are_gathered_and_read_as_often_for_any_number_of_micro_batches(
     reduced, and the bytes that this rank has read from disk.
     """
     out = {}
-    offload = zs.Offload(weight="disk", grad="host", optimizer="disk", disk_path=tmp_path)
+    offload = zs.Offload(weight="disk", grad="host", optimizer="disk", disk_path=str(tmp_path))
     model, optimizer, engine = make_sharded("zero3", offload=offload)
     for micro_batches in (1, 4, 16):
         for step in range(2):

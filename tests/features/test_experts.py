@@ -177,7 +177,7 @@ def test_experts_go_with_tiers_codecs_and_rows_of_nodes(tmp_path: Path) -> None:
     """Tiers, codecs, half precision, rows of nodes and the comparison of replicas."""
     mesh = _mesh()
     away = zs.Offload(weight="host", grad="host", optimizer="host")
-    disk = zs.Offload(optimizer="disk", disk_path=tmp_path)
+    disk = zs.Offload(optimizer="disk", disk_path=str(tmp_path))
     plain = _in_row(Stacked, mesh, "zero3", None, 1)
     for row, options in (
         ("zero3", {"offload": away}),

@@ -406,7 +406,7 @@ def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(
     reference = train_case(rank, "reference", case)
     offloads = {
         "host": zs.Offload(optimizer="host"),
-        "disk": zs.Offload(optimizer="disk", disk_path=tmp_path),
+        "disk": zs.Offload(optimizer="disk", disk_path=str(tmp_path)),
     }
     differences = {
         tier: train_case(rank, "zero2", case, units=[""], offload=offload).differs_from(reference)

@@ -179,7 +179,9 @@ def test_states_on_other_tiers_keep_the_bits(rank: int, tmp_path: Path) -> None:
         ("mics", {"weight": "host", "grad": "host", "optimizer": "disk"}),
         ("hfsdp", {"grad": "host", "optimizer": "host", "fraction": 0.5}),
     ):
-        offload = zs.Offload(disk_path=tmp_path if "disk" in states.values() else None, **states)  # type: ignore[arg-type]
+        offload = zs.Offload(
+            disk_path=str(tmp_path) if "disk" in states.values() else None, **states
+        )  # type: ignore[arg-type]
         run = train(rank, row, 3, comm=comm, micro_batches=2, clip=0.1, offload=offload)
         out[f"{row} {states}"] = run.differs_from(reference)
     assert not any(out.values()), out

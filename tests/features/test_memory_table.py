@@ -37,7 +37,7 @@ def test_the_rows_are_engine_memory_and_the_units_add_up_to_them(rank: int, tmp_
     for row, precision, offload in (
         ("zero1", "bf16", None),
         ("zero2", "fp32", zs.Offload(grad="host", optimizer="host", fraction=0.5)),
-        ("zero3", "fp32", zs.Offload(optimizer="disk", disk_path=tmp_path)),
+        ("zero3", "fp32", zs.Offload(optimizer="disk", disk_path=str(tmp_path))),
     ):
         model = make_model(width=48)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -371,7 +371,9 @@ def test_weights_of_stages_that_wait_rest_on_other_tiers(name: str, tmp_path: Pa
                 name,
                 "zero3",
                 budget=budget,
-                offload={**offload, "disk_path": tmp_path} if "disk" in str(offload) else offload,
+                offload={**offload, "disk_path": str(tmp_path)}
+                if "disk" in str(offload)
+                else offload,
             )
             own.train(2, 8)
             states.append(own.state())

@@ -144,7 +144,7 @@ def test_precisions_tiers_and_codecs_work_beside_tp(tmp_path: Path) -> None:
     plain = train(case, mesh, 2, clip=SMALL)
     host = zs.Offload(optimizer="host", grad="host", weight="host")
     assert not train(case, mesh, 2, clip=SMALL, offload=host).same_bits(plain)
-    disk = zs.Offload(optimizer="disk", weight="disk", disk_path=tmp_path)
+    disk = zs.Offload(optimizer="disk", weight="disk", disk_path=str(tmp_path))
     assert not train(case, mesh, 2, clip=SMALL, offload=disk).same_bits(plain)
     coded = train(case, mesh, 2, comm=zs.Comm(weight_codec="int8", grad_codec="int8"))
     assert 0 < difference(coded.state, plain.state) < 0.1
