@@ -51,11 +51,6 @@ from zeroshard.memory import host_pages, pinned_pages
 from zeroshard.optim.runner import TileRunner
 from zeroshard.system.device import Device
 
-__all__ = [
-    "ALL", "CASES", "DEVICE", "FIFO", "PRECISIONS", "QUICK", "THREADS", "Case", "Outcome",
-    "Schedule", "cases_of", "compare", "in_folder", "measure", "set_schedule", "trained",
-]  # fmt: skip
-
 DEVICE = "cuda:0" if HAS_CUDA else "zsim:0"
 STEPS = 3
 UNIT = 33_216  # elements of a block

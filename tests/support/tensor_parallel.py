@@ -28,11 +28,6 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support.training import Net, final_state, two_groups
 
-__all__ = [
-    "CASES", "Case", "Llama", "Trained", "alone", "difference", "llama_plan", "mesh_of",
-    "micro_batches", "train",
-]  # fmt: skip
-
 VOCABULARY = 48
 # Adam divides by a gradient's size, and with it rounding errors of very small ones: not below this
 _EPS = 1e-4
