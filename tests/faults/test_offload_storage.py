@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import logging
 import os
 import re
 import signal
@@ -34,6 +33,7 @@ from tests.support.training import (
     Net,
     Run,
     batch,
+    logged,
     make_model,
     make_sharded,
     take_steps,
@@ -750,17 +750,12 @@ def test_close_gives_everything_back_after_a_fault_and_says_what_is_lost(
     training = Training(rank, case, tmp_path, transport)
     training.step(0)
     broken, seen, ended = Broken("read", key), Seen(), ""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroshard").addHandler(handler)
-    with broken.installed():
+    with logged() as records, broken.installed():
         _meet(training, case, broken, 1, seen, rank == 1)
         try:
             training.engine.close()
         except StorageError as error:
             ended = str(error)
-    logging.getLogger("zeroshard").removeHandler(handler)
     _joined(threads)
     assert not [name for name in os.listdir(tmp_path) if f"-{rank}-{os.getpid()}-" in name]
     assert type(training.model.blocks[1].up.weight) is torch.nn.Parameter
@@ -768,15 +763,10 @@ def test_close_gives_everything_back_after_a_fault_and_says_what_is_lost(
     training.model(*batch(rank, 0)).backward()  # a plain module and a plain optimizer
     training.optimizer.step()
     nan = any(bool(parameter.isnan().any()) for parameter in training.model.parameters())
-    (error, ended, logged, nan) = (
-        seen.error,
-        ended,
-        [record for record in records if "given back" in record],
-        nan,
-    )
-    assert key.rstrip(".").replace("_fp32_", ":fp32 ") in error, rank
+    given_back = [record for record in records if "given back" in record]
+    assert key.rstrip(".").replace("_fp32_", ":fp32 ") in seen.error, rank
     lost = since == "step"
-    assert bool(logged) is lost, (rank, logged)  # it was told before
+    assert bool(given_back) is lost, (rank, given_back)  # it was told before
     assert bool(ended) is not lost, (rank, ended)
     assert nan is ("weights" in key), rank  # what could not be read reads as NaN, on every rank
 

@@ -5,7 +5,6 @@ the ranks and what each has entered last, and a rank that waits for its device i
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import threading
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import is_running, on_ranks, run_ranks, spawn_ranks
-from tests.support.training import Sharded, batch, make_sharded, take_steps
+from tests.support.training import Sharded, batch, logged, make_sharded, take_steps
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.runtime.streams import NoStreams
 from zeroshard.sharding import api
@@ -135,15 +134,8 @@ def test_a_run_that_is_slow_and_moves_goes_on(rank: int) -> None:
 
 def _warnings(rank: int, world: int, stall_timeout_s: float) -> list[str]:
     """Return what shard() logs."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroshard")
-    logger.addHandler(handler)
-    try:
+    with logged() as told:
         make_sharded("zero2", "nccl", stall_timeout_s=stall_timeout_s)[2].close()
-    finally:
-        logger.removeHandler(handler)
     return told
 
 

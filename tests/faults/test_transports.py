@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.harness import on_ranks, run_ranks, spawn_ranks
+from tests.support.training import logged
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, MAPPED, PAIRED, Spec, opened, values
 from zeroshard.comm import memfd
@@ -620,18 +620,13 @@ def test_without_memfd_on_one_rank_all_use_gloo_and_say_so_once(rank: int, world
         raise OSError(38, "Function not implemented")
 
     spec = CommSpec(Mesh(1, world))
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroshard").addHandler(handler)
     create = refuse if rank == world - 1 else memfd.create
-    with mock.patch.object(memfd, "create", create):
+    with logged() as records, mock.patch.object(memfd, "create", create):
         transport = make_transport(None, CPU, spec)
         assert transport.control.exchange(bytes([rank])) == [bytes([r]) for r in range(world)]
         transport.close()
         with pytest.raises(ConfigError, match="Function not implemented"):  # asked for by name
             make_transport(None, CPU, replace(spec, name="shared_memory"))
-    logging.getLogger("zeroshard").removeHandler(handler)
     assert transport.name == "gloo" and len(records) == (rank == 0)
     assert rank > 0 or ("rank 1" in records[0] and "slower" in records[0])
 

@@ -5,7 +5,8 @@ for every contender.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -356,6 +357,19 @@ def train_row(
         return {name: value.detach().clone() for name, value in model.named_parameters()}
     assert engine.steps_skipped == 0
     return final_state(model, engine)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the lines that zeroshard logs meanwhile."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("zeroshard"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def average_gradients(model: nn.Module) -> None:
