@@ -424,5 +424,5 @@ def test_names_of_the_hub_and_swapped_arguments_are_a_line_of_ours(tmp_path: Pat
     with pytest.raises(CheckpointError, match="downloads nothing: give it a directory of safe"):
         zs.load_pretrained(engine, "/nowhere/at/all")
     with pytest.raises(ConfigError, match=r"not a str and a Engine \(target comes first"):
-        zs.load_pretrained(tmp_path, engine)  # type: ignore[arg-type]
+        zs.load_pretrained(str(tmp_path), engine)  # type: ignore[arg-type]
     engine.close()
