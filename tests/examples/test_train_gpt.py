@@ -228,9 +228,10 @@ def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path
     validation = {}
     for name, config in configs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        line = f"-m zeroshard run --nproc 4 {SCRIPT} --steps 300 --lr 1e-3 --batch 4 --sample 8"
-        files = ["--config", tmp_path / f"{name}.json", "--json", tmp_path / f"{name}-result.json"]
-        command = [sys.executable, *shlex.split(line), *files]
+        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT)]
+        command += shlex.split("--steps 300 --lr 1e-3 --batch 4 --sample 8")
+        command += ["--config", str(tmp_path / f"{name}.json")]
+        command += ["--json", str(tmp_path / f"{name}-result.json")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
         assert done.returncode == 0, done.stderr
         validation[name] = json.loads((tmp_path / f"{name}-result.json").read_text())["results"][0][
