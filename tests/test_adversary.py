@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.adversary import Poisoner, slow_compute, slow_lanes
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.programs import PROGRAMS, Program
 from tests.support.sync_census import REPORTED, census
 from tests.support.training import ROWS
@@ -48,7 +48,8 @@ def test_so_it_does_with_the_options_of_a_program(name: str) -> None:
     assert not run.differs_from(program.train_plainly("cpu")), name
 
 
-def _disturbed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_neither_poison_nor_late_lanes_change_a_bit(rank: int) -> None:
     for name in DISTURBED:
         program = replace(PROGRAMS[name], steps=2)
         quiet = program.train("cpu", rank=rank, transport="gloo")
@@ -64,10 +65,6 @@ def _disturbed(rank: int, world: int) -> None:
         assert poisoner.num_dropped > 10, name
         assert poisoner.num_released > 10 or program.row != "zero3", name
         assert min(sleeps["lane"], sleeps["compute"]) > 10, (name, sleeps)
-
-
-def test_neither_poison_nor_late_lanes_change_a_bit() -> None:
-    run_ranks(2, _disturbed)
 
 
 def test_released_memory_is_overwritten_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:

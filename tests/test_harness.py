@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.device import omission
 from tests.support import harness
-from tests.support.harness import RankError, is_running, run_ranks, spawn_ranks
+from tests.support.harness import RankError, is_running, on_ranks, run_ranks, spawn_ranks
 from tests.support.pretended_device import site_of_caller
 from tests.support.sync_census import Census
 
@@ -163,6 +163,30 @@ def test_a_dead_rank_is_an_error_with_its_signal_and_a_new_pool_follows() -> Non
 def test_a_failed_assert_shows_the_values_beside_it() -> None:
     with pytest.raises(RankError, match="answer = 41"):
         run_ranks(2, _assert_something)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_a_test_may_run_on_ranks_and_take_pytests_arguments(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    assert (rank, world) == (dist.get_rank(), dist.get_world_size())
+    assert tmp_path.is_dir()
+
+
+@on_ranks(2)
+def _on_ranks(rank: int, failing: int, returned: Any) -> Any:
+    assert rank != failing
+    return returned
+
+
+def test_a_test_on_ranks_fails_where_one_rank_does_or_returns_what_nobody_looks_at() -> None:
+    _on_ranks(failing=2, returned=None)
+    with pytest.raises(RankError, match="failing = 1") as failed:
+        _on_ranks(failing=1, returned=None)
+    assert list(failed.value.errors) == [1]
+    with pytest.raises(RankError, match="_on_ranks returns what nobody looks at: False"):
+        _on_ranks(failing=2, returned=False)
 
 
 def test_settings_are_put_back_after_each_call() -> None:

@@ -23,8 +23,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["build", "compiler_missing"]
-
 SOURCES = Path(__file__).with_name("csrc")
 TORCH = Path(torch.__file__).resolve().parent  # one build for links to one environment
 KEPT = 6  # builds: checkouts that share an interpreter keep theirs

@@ -24,8 +24,6 @@ from zeroshard.checkpoint import kept
 from zeroshard.comm.groups import ranks_through
 from zeroshard.launch.elastic import KeeperServer
 
-__all__ = ["Decoded", "Divided", "Generated", "Inferred", "Kept", "Left", "Shrunk", "shared_folder"]
-
 
 def _told(value: str) -> str:
     """Return the `value` of the first rank."""

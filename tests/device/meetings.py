@@ -20,8 +20,6 @@ from zeroshard.comm.groups import gather_bytes
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.runtime.streams import AcceleratorStreams
 
-__all__ = ["Call", "meeting", "strayed", "unmet"]
-
 
 class Call(NamedTuple):
     """One collective of one rank."""

@@ -31,8 +31,6 @@ import zeroshard
 from zeroshard.memory import Mark
 from zeroshard.runtime.streams import AcceleratorStreams
 
-__all__ = ["Omission"]
-
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int32, torch.int64)}
 _LARGEST |= {torch.bool: 1}
 _PACKAGE = f"{Path(str(zeroshard.__file__)).parent}/"
@@ -168,9 +166,7 @@ def _method(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Calla
 def _ours(module: Any, stream: torch.Stream) -> Any:
     """Return `stream` as one whose methods can be patched."""
     return module.Stream(
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
 
 

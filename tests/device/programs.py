@@ -44,24 +44,12 @@ from tests.gpu.chosen import HAS_CUDA
 from tests.support import pipelines, tensor_parallel
 from tests.support.adversary import disturbed
 from tests.support.experts import Listed
-from tests.support.programs import (
-    DTYPES,
-    WIDTH,
-    Program,
-    Trained,
-    _on_host,
-    checkpoint_on_host,
-)
+from tests.support.programs import DTYPES, WIDTH, Program, Trained, _on_host, checkpoint_on_host
 from tests.support.training import ROWS, Run, final_state, two_groups
 from zeroshard.comm.select import has_native
 from zeroshard.memory import host_pages, pinned_pages
 from zeroshard.optim.runner import TileRunner
 from zeroshard.system.device import Device
-
-__all__ = [
-    "ALL", "CASES", "DEVICE", "FIFO", "PRECISIONS", "QUICK", "THREADS", "Case", "Outcome",
-    "Schedule", "cases_of", "compare", "in_folder", "measure", "set_schedule", "trained",
-]  # fmt: skip
 
 DEVICE = "cuda:0" if HAS_CUDA else "zsim:0"
 STEPS = 3
@@ -584,11 +572,7 @@ def _options() -> list[Case]:
         Case("native reset", Program(comm=NATIVE, **again), is_plain=True, worlds=(1,)),
         Case("reset, codecs", Program(comm={**NATIVE, **CODES}, **again), worlds=(1,)),
         Case("reset, on the host", Program(offload=HOST, **again)),
-        Case(
-            "reset, memory taken",
-            Program(comm=NATIVE, after=reset_and_allocate),
-            worlds=(1,),
-        ),
+        Case("reset, memory taken", Program(comm=NATIVE, after=reset_and_allocate), worlds=(1,)),
         Case("repartition, on the host", Program(offload=STATES, after=repartition)),
         Case("average", Program(after=average)),
         Case("repartition", Program(after=repartition), is_plain=True),

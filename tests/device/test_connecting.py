@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
+from tests.support.training import logged
 from zeroshard.comm import groups, select
 
 _DEVICE = "tests.device.zsim"
@@ -27,8 +28,9 @@ def _sharded(**options: Any) -> Any:
     return model, optimizer, engine
 
 
-def _connects(rank: int, world: int) -> tuple[list[Any], list[Any], str]:
-    """Return what shard() connects, in the order of the allocations, and its bytes."""
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_groups_are_connected_before_weights_are_allocated_and_their_bytes_are_told() -> None:
+    """Look at what shard() connects, in the order of the allocations, and its bytes."""
     free, connect, seen = torch.zsim.mem_get_info, groups.all_gather_single, []  # type: ignore[attr-defined]
     cost = 0
 
@@ -54,19 +56,16 @@ def _connects(rank: int, world: int) -> tuple[list[Any], list[Any], str]:
     finally:
         torch.zsim.mem_get_info, groups.all_gather_single = free, connect  # type: ignore[attr-defined]
     line = next((one for one in table.splitlines() if "connections of process groups" in one), "")
-    return seen, [process.device_connections], line
+    seen, counted, line = seen, [process.device_connections], line
+    assert seen[:3] == [(2, True), (1, True), (2, True)]
+    assert [size for size, _ in seen[3:]] == [1, 2]
+    assert counted[0] is not None and counted[0] >= 9 * MIB
+    assert "MB" in line, line
 
 
-def test_groups_are_connected_before_weights_are_allocated_and_their_bytes_are_told() -> None:
-    for seen, counted, line in run_ranks(2, _connects, device=_DEVICE, timeout=60):
-        assert seen[:3] == [(2, True), (1, True), (2, True)]
-        assert [size for size, _ in seen[3:]] == [1, 2]
-        assert counted[0] is not None and counted[0] >= 9 * MIB
-        assert "MB" in line, line
-
-
-def _reduces_apart(rank: int, world: int) -> list[dict[str, set[str]]]:
-    """Return the groups of gathers and of reduces in a step, at stage 3 and in two levels."""
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_reduces_have_a_communicator_of_their_own_where_asked() -> None:
+    """Look at the groups of gathers and of reduces in a step, at stage 3 and in two levels."""
     from tests.device import zsim
 
     seen = []
@@ -84,19 +83,20 @@ def _reduces_apart(rank: int, world: int) -> list[dict[str, set[str]]]:
                 groups_of[kind.split()[0]].add(group)
         seen.append(groups_of)
         engine.close()
-    return seen
+    flat, deep = seen
+    for groups_of in (flat, deep):
+        assert len(groups_of["allgather"]) == len(groups_of["reduce_scatter"]) == 1
+        assert not groups_of["allgather"] & groups_of["reduce_scatter"]
+    assert flat["allgather"] != deep["allgather"]
+    assert flat["allreduce"] == flat["reduce_scatter"]
 
 
-def test_reduces_have_a_communicator_of_their_own_where_asked() -> None:
-    for flat, deep in run_ranks(2, _reduces_apart, device=_DEVICE, timeout=60):
-        for groups_of in (flat, deep):
-            assert len(groups_of["allgather"]) == len(groups_of["reduce_scatter"]) == 1
-            assert not groups_of["allgather"] & groups_of["reduce_scatter"]
-        assert flat["allgather"] != deep["allgather"]
-        assert flat["allreduce"] == flat["reduce_scatter"]
-
-
-def _cannot_connect(rank: int, world: int, text: str) -> str:
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("unhandled system error", "ConfigError"), ("Timed out waiting 20000ms", "StallError")],
+)
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_a_group_that_cannot_be_connected_is_named(text: str, kind: str) -> None:
     def fails(out: torch.Tensor, mine: torch.Tensor, **options: Any) -> Any:
         if mine.device.type == "cpu":  # a message
             return original(out, mine, **options)
@@ -109,20 +109,13 @@ def _cannot_connect(rank: int, world: int, text: str) -> str:
             _sharded(policy="zero3")
     finally:
         groups.all_gather_single = original
-    return f"{type(caught.value).__name__} {caught.value}"
+    said = f"{type(caught.value).__name__} {caught.value}"
+    assert said.startswith(f"{kind} shard(): the group of all ranks, ranks [0, 1] of the job")
+    assert text in said and "NCCL_DEBUG=INFO" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("unhandled system error", "ConfigError"), ("Timed out waiting 20000ms", "StallError")],
-)
-def test_a_group_that_cannot_be_connected_is_named(text: str, kind: str) -> None:
-    for said in run_ranks(2, _cannot_connect, text, device=_DEVICE, timeout=60):
-        assert said.startswith(f"{kind} shard(): the group of all ranks, ranks [0, 1] of the job")
-        assert text in said and "NCCL_DEBUG=INFO" in said
-
-
-def _shares(rank: int, world: int) -> str:
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_ranks_that_forgot_to_set_their_device_are_told_on_every_rank() -> None:
     """Both ranks compute on device 0 of their host, under a group of their own."""
     os.environ["ZSIM_FIRST"] = "0"
     try:
@@ -131,35 +124,23 @@ def _shares(rank: int, world: int) -> str:
         _sharded(policy="zero3", comm=zs.Comm(transport="gloo"))[2].close()  # shares it
     finally:
         del os.environ["ZSIM_FIRST"]
-    return str(caught.value)
+    said = str(caught.value)
+    assert "rank(s) [0, 1] compute on one device (uuid" in said
+    assert "call torch.zsim.set_device(LOCAL_RANK)" in said
 
 
-def test_ranks_that_forgot_to_set_their_device_are_told_on_every_rank() -> None:
-    for said in run_ranks(2, _shares, device=_DEVICE, timeout=60):
-        assert "rank(s) [0, 1] compute on one device (uuid" in said
-        assert "call torch.zsim.set_device(LOCAL_RANK)" in said
-
-
-def _warned(rank: int, world: int) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroshard").addHandler(handler)
-    os.environ["ZSIM_DEVICE_MAX_CONNECTIONS"] = "1"
-    try:
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_one_queue_for_all_streams_is_told_once(rank: int) -> None:
+    queues = {"ZSIM_DEVICE_MAX_CONNECTIONS": "1"}
+    with logged() as told, mock.patch.dict(os.environ, queues):
         _sharded(policy="zero3")[2].close()
-        return [one for one in told if "ZSIM_DEVICE_MAX_CONNECTIONS" in one]
-    finally:
-        del os.environ["ZSIM_DEVICE_MAX_CONNECTIONS"]
-        logging.getLogger("zeroshard").removeHandler(handler)
+    told = [one for one in told if "ZSIM_DEVICE_MAX_CONNECTIONS" in one]
+    assert len(told) == (rank == 0)
+    assert rank or "ZSIM_DEVICE_MAX_CONNECTIONS=1" in told[0]
 
 
-def test_one_queue_for_all_streams_is_told_once() -> None:
-    (told,), none = run_ranks(2, _warned, device=_DEVICE, timeout=60)
-    assert "ZSIM_DEVICE_MAX_CONNECTIONS=1" in told and not none
-
-
-def _first_step(rank: int, world: int) -> list[float]:
+@on_ranks(2, device=_DEVICE, timeout=60)
+def test_ranks_wait_for_900_s_until_the_first_step_is_over_then_for_300_s() -> None:
     """As `_timeouts`, of a backend that ends nothing for long."""
     select.timeout_of = lambda *_: None  # type: ignore[assignment]
     try:
@@ -173,9 +154,4 @@ def _first_step(rank: int, world: int) -> list[float]:
         engine.close()
     finally:
         select.timeout_of = groups.timeout_of
-    return waits
-
-
-def test_ranks_wait_for_900_s_until_the_first_step_is_over_then_for_300_s() -> None:
-    for waits in run_ranks(2, _first_step, device=_DEVICE, timeout=60):
-        assert waits == [900.0, 900.0, 300.0, 300.0, 300.0, 300.0]
+    assert waits == [900.0, 900.0, 300.0, 300.0, 300.0, 300.0]

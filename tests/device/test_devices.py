@@ -11,18 +11,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zeroshard as zs
-from tests.device.programs import (
-    CASES,
-    FIFO,
-    QUICK,
-    THREADS,
-    Schedule,
-    set_schedule,
-    trained,
-)
+from tests.device.programs import CASES, FIFO, QUICK, THREADS, Schedule, set_schedule, trained
 from tests.features.test_experts import ORDERS
 from tests.support.experts import in_turn
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.programs import Program, Trained
 from tests.support.training import (
     Routed,
@@ -71,7 +63,8 @@ def test_a_cut_model_has_the_bits_of_the_cpu(name: str) -> None:
     assert run_ranks(2, _beside_the_cpu, name, device=_DEVICE) == [[], []]
 
 
-def _two_engines(rank: int, world: int) -> list[str]:
+@on_ranks(1, device=_DEVICE)
+def test_two_engines_train_on_two_devices_in_turns(rank: int) -> None:
     """Train on two devices of one process in turns."""
     set_schedule(FIFO)
     expected = CASES["zero3 bf16"].program.train("zsim:0", rank=rank)
@@ -91,11 +84,7 @@ def _two_engines(rank: int, world: int) -> list[str]:
         with _on(index):
             state = {name: value.cpu() for name, value in final_state(model, engine).items()}
         found += differences(state, expected.state)
-    return found
-
-
-def test_two_engines_train_on_two_devices_in_turns() -> None:
-    assert run_ranks(1, _two_engines, device=_DEVICE) == [[]]
+    assert found == []
 
 
 @dataclass(frozen=True)
@@ -130,11 +119,7 @@ def test_ranks_that_reduce_other_units_are_told_before_the_step(row: str) -> Non
 
 
 def _experts_in_turn(
-    rank: int,
-    world: int,
-    row: str,
-    orders: dict[int, tuple[int, ...]],
-    schedule: Schedule = FIFO,
+    rank: int, world: int, row: str, orders: dict[int, tuple[int, ...]], schedule: Schedule = FIFO
 ) -> dict[str, torch.Tensor] | str:
     set_schedule(schedule)
     try:
@@ -218,8 +203,11 @@ def _run_out(where: str, run: Any, rank: int) -> torch.OutOfMemoryError:
     raise AssertionError(f"there was memory for the {where}")
 
 
-def _goes_on(rank: int, world: int, row: str, where: str) -> tuple[list[str], str]:
-    """Return what differs from a run that never failed, and the table in the error."""
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("row", ["ddp", "zero3"])  # zero3's forward runs out in a gather
+@on_ranks(1, device=_DEVICE)
+def test_training_goes_on_after_a_device_was_out_of_memory(rank: int, row: str, where: str) -> None:
+    """Compare with a run that never failed, and the table in the error."""
     states, text = [], ""
     data = {step: [tokens.to("zsim:0") for tokens in batch(rank, step)] for step in range(3)}
     for fails in (False, True):
@@ -239,13 +227,7 @@ def _goes_on(rank: int, world: int, row: str, where: str) -> tuple[list[str], st
         state = final_state(model, engine)
         states.append({name: value.cpu() for name, value in state.items()})
     assert all(bool(value.isfinite().all()) for value in states[1].values())
-    return differences(states[1], states[0]), text
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("row", ["ddp", "zero3"])  # zero3's forward runs out in a gather
-def test_training_goes_on_after_a_device_was_out_of_memory(row: str, where: str) -> None:
-    ((found, text),) = run_ranks(1, _goes_on, row, where, device=_DEVICE)
+    found = differences(states[1], states[0])
     if where != "step":  # which may have taken a part of the parameters
         assert not found, "\n".join(found)
     assert "optimizer" in text and "Net" in text, text

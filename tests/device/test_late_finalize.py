@@ -4,7 +4,6 @@ the bits of a loop that reads each, on the pretended device, in which reads are 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +16,8 @@ from torch import nn
 
 import zeroshard as zs
 from tests.device.programs import DEVICE, FIFO, set_schedule
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, make_model, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import ROWS, batch, logged, make_model, two_groups
 from zeroshard.memory import Mark
 from zeroshard.runtime import assembly
 
@@ -205,17 +204,12 @@ def _in_a_row(rank: int, world: int, ahead: tuple[int, ...]) -> tuple[int, str, 
     model = make_model(width=32).to(DEVICE)
     optimizer = OPTIMIZERS["adamw"](model)
     engine = zs.shard(model, optimizer, policy="zero3")
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroshard")
-    logger.addHandler(handler)
     block: Any = model.blocks[1]
     block.up.weight.register_hook(lambda grad: grad * (math.nan if step > 1 else 1.0))
     hears = nullcontext() if rank in ahead else mock.patch.object(Mark, "done", lambda mark: False)
     error = ""
     try:
-        with hears:
+        with logged() as told, hears:
             for step in range(8):
                 engine.backward(model(*(tokens.to(DEVICE) for tokens in batch(rank, step))))
                 if rank in ahead:
@@ -226,7 +220,6 @@ def _in_a_row(rank: int, world: int, ahead: tuple[int, ...]) -> tuple[int, str, 
     except zs.StateError as raised:
         error = str(raised)
     finally:
-        logger.removeHandler(handler)
         engine.reset()
     skipped = engine.steps_skipped
     engine.close()
@@ -252,8 +245,9 @@ def test_what_one_rank_hears_first_is_counted_when_all_have() -> None:
     assert first == second == (7, "", 6, [])
 
 
-def _reset(rank: int, world: int) -> list[int]:
-    """Return how many steps were skipped, as a rank asks at several places."""
+@on_ranks(2, device="tests.device.zsim")
+def test_what_the_host_has_yet_to_hear_survives_a_reset(rank: int) -> None:
+    """A rank asks at several places how many steps were skipped."""
     set_schedule(FIFO)
     model = make_model(width=32).to(DEVICE)
     optimizer = OPTIMIZERS["adamw"](model)
@@ -271,9 +265,4 @@ def _reset(rank: int, world: int) -> list[int]:
         out.append(engine.steps_skipped)
     assert not hasattr(optimizer, "found_inf")
     engine.close()
-    return out
-
-
-def test_what_the_host_has_yet_to_hear_survives_a_reset() -> None:
-    first, second = run_ranks(2, _reset, device="tests.device.zsim")
-    assert first == [0, 1, 1, 1, 1] and second == [0, 1, 1, 1]
+    assert out == ([0, 1, 1, 1, 1], [0, 1, 1, 1])[rank]

@@ -20,7 +20,7 @@ import torch
 from tests.device.omission import Omission
 from tests.device.programs import ALL, CASES, FIFO, Schedule, trained
 from tests.support.adversary import ForgetfulReduction, tiles_without_marks
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.errors import ZeroshardError
 from zeroshard.memory.host_pages import PinnedPages
@@ -57,12 +57,7 @@ def met(rank: int, world: int, case: str) -> dict[str, int]:
 
 
 def finds(
-    rank: int,
-    world: int,
-    wait: str,
-    case: str,
-    schedules: Sequence[Schedule],
-    first: bool = False,
+    rank: int, world: int, wait: str, case: str, schedules: Sequence[Schedule], first: bool = False
 ) -> list[Schedule]:
     """Return the schedules (or the `first` of them) under which a run without `wait` has other
     numbers, or none at all.
@@ -107,10 +102,7 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "Gradient.fetch": ("gradients on disk", ("compute_first", 0)),
     "TileRunner._run_in_thread": ("evaluated, gradients on the host", ("compute_last", 0)),
     "TileRunner.wait": ("save and load, gradients on the host", ("compute_first", 0)),
-    "_HostStorage._wait_for_opposite": (
-        "evaluate and load, on the host",
-        ("compute_first", 0),
-    ),
+    "_HostStorage._wait_for_opposite": ("evaluate and load, on the host", ("compute_first", 0)),
     "write_shard.<locals>.parts": ("save and load", ("compute_first", 0)),
     "Whole.full_state_dict": ("zero3 bf16", ("compute_first", 0)),
     "SegmentStates.read": ("repartition", ("compute_first", 0)),
@@ -154,8 +146,12 @@ def test_a_covered_wait_that_is_left_out_changes_none(wait: str) -> None:
     assert run_ranks(1, finds, wait, COVERED[wait], ALL[:5], device=_DEVICE) == [[]]
 
 
-def _forks_and_joins(rank: int, world: int) -> tuple[list[str], list[int]]:
-    """Return the waits of a run, and which of its forks and joins no schedule misses."""
+@pytest.mark.slow
+@on_ranks(1, device=_DEVICE, timeout=500)
+def test_each_fork_and_join_but_a_covered_one_changes_a_number(rank: int, world: int) -> None:
+    """A join of the reduce lane that a later one covers, before anybody reads the sum, is none.
+    Look at the waits of a run, and which of its forks and joins no schedule misses.
+    """
     program = CASES["native, all read"].program
     expected = trained(program, rank, world, FIFO)
     with Omission().active() as whole:
@@ -175,13 +171,7 @@ def _forks_and_joins(rank: int, world: int) -> tuple[list[str], list[int]]:
                 break
         else:
             unmet.append(number)
-    return whole.waits, unmet
-
-
-@pytest.mark.slow
-def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
-    """A join of the reduce lane that a later one covers, before anybody reads the sum, is none."""
-    ((waits, unmet),) = run_ranks(1, _forks_and_joins, device=_DEVICE, timeout=500)
+    waits = whole.waits
     join = "join(reduce)"
     assert unmet == [
         number
@@ -190,8 +180,11 @@ def test_each_fork_and_join_but_a_covered_one_changes_a_number() -> None:
     ]
 
 
-def _late_sums(rank: int, world: int) -> list[int]:
-    """Return how many parameters change without the last join of a reduce, and the last two."""
+@on_ranks(1, device=_DEVICE)
+def test_the_joins_of_reduces_under_way_each_order_their_own_sum(rank: int, world: int) -> None:
+    """Two reduces are under way at a time: marks of the pool order those before. See how many
+    parameters change without the last join of a reduce, and the last two.
+    """
     program = replace(CASES["native, all read"].program, steps=1)
     expected = trained(program, rank, world, FIFO).state
     with Omission().active() as whole:
@@ -204,10 +197,5 @@ def _late_sums(rank: int, world: int) -> list[int]:
         with alone, Omission(drop=joins[-count:]).active():
             state = trained(program, rank, world, ("compute_first", 0)).state
         changed.append(sum(not torch.equal(state[name], expected[name]) for name in expected))
-    return changed
-
-
-def test_the_joins_of_reduces_under_way_each_order_their_own_sum() -> None:
-    """Two reduces are under way at a time: marks of the pool order those before."""
-    ((last, both),) = run_ranks(1, _late_sums, device=_DEVICE)
+    last, both = changed
     assert 0 < last < both

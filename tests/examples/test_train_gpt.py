@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,20 +29,7 @@ from tests.support.launched import run_script
 from zeroshard.launch.cli import main
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-SMALL = [
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--context",
-    "32",
-    "--batch",
-    "4",
-    "--sample",
-    "8",
-]
+SMALL = shlex.split("--layers 2 --width 32 --heads 2 --context 32 --batch 4 --sample 8")
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +43,8 @@ def example() -> ModuleType:
 
 
 def run_example(*arguments: str, ranks: int = 2) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "zeroshard",
-        "run",
-        "--nproc",
-        str(ranks),
-        str(SCRIPT),
-        *SMALL,
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc", str(ranks), str(SCRIPT)]
+    command += [*SMALL, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -249,29 +228,10 @@ def test_encoded_weights_and_gradients_learn_as_much_in_300_steps(tmp_path: Path
     validation = {}
     for name, config in configs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        command = [
-            sys.executable,
-            "-m",
-            "zeroshard",
-            "run",
-            "--nproc",
-            "4",
-            str(SCRIPT),
-            "--steps",
-            "300",
-            "--lr",
-            "1e-3",
-            "--batch",
-            "4",
-            "--sample",
-            "8",
-        ]
-        command += [
-            "--config",
-            str(tmp_path / f"{name}.json"),
-            "--json",
-            str(tmp_path / f"{name}-result.json"),
-        ]
+        command = [sys.executable, "-m", "zeroshard", "run", "--nproc", "4", str(SCRIPT)]
+        command += shlex.split("--steps 300 --lr 1e-3 --batch 4 --sample 8")
+        command += ["--config", str(tmp_path / f"{name}.json")]
+        command += ["--json", str(tmp_path / f"{name}-result.json")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
         assert done.returncode == 0, done.stderr
         validation[name] = json.loads((tmp_path / f"{name}-result.json").read_text())["results"][0][

@@ -30,7 +30,7 @@ import zeroshard.checkpoint.steps as steps
 from tests.support import inside
 from tests.support.broken_storage import file_limit
 from tests.support.checkpoints import Training, check_everything, make, train_and_save
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from zeroshard import CheckpointError
 
 
@@ -350,9 +350,7 @@ def test_whoever_may_write_in_the_directory_may_lock_it(training: Training, tmp_
         assert (lock.st_mode & 0o777, lock.st_gid) == (expected, tmp_path.stat().st_gid), oct(mode)
 
 
-def test_a_lock_that_another_member_cannot_open_is_named_with_its_owner(
-    training: Training,
-) -> None:
+def test_a_lock_that_another_member_cannot_open_is_named_with_its_owner(training: Training) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, lock = Path(name), Path(name) / ".lock"
         folder.chmod(0o777)
@@ -401,33 +399,30 @@ def test_a_call_that_a_file_system_lacks_is_told_once(
     assert told in message
 
 
-def _two_engines(rank: int, world: int, folder: Path) -> list[str]:
-    """Save as a generator and a critic do; return the error of the second."""
+@on_ranks(2)
+def test_a_step_of_another_open_engine_is_not_replaced(rank: int, tmp_path: Path) -> None:
+    """Save as a generator and a critic do; look at the error of the second."""
     first, second = make("zero2"), make("zero2")
     for training in (first, second):
         training.step(rank, 0)
-    first.save(folder, 1)
-    first.save(folder, 1)  # its own may be replaced
-    second.save(folder, 2)
+    first.save(tmp_path, 1)
+    first.save(tmp_path, 1)  # its own may be replaced
+    second.save(tmp_path, 2)
     with pytest.raises(CheckpointError) as error:
-        second.save(folder, 1)
-    shutil.rmtree(folder / "step-0000000001", ignore_errors=True)
+        second.save(tmp_path, 1)
+    shutil.rmtree(tmp_path / "step-0000000001", ignore_errors=True)
     inside.exchange(first.engine, b"")
-    second.save(folder, 1)
+    second.save(tmp_path, 1)
     second.engine.close()
-    first.save(folder, 1)  # of one that is closed
+    first.save(tmp_path, 1)  # of one that is closed
     later = make("zero2")  # begins the run again, in a notebook's cell
     later.step(rank, 0)
-    later.save(folder, 1)
+    later.save(tmp_path, 1)
     for training in (first, later):
         training.engine.close()
-    return [str(error.value)]
-
-
-def test_a_step_of_another_open_engine_is_not_replaced(tmp_path: Path) -> None:
-    for (text,) in run_ranks(2, _two_engines, tmp_path):
-        assert f"{tmp_path}/step-0000000001 is of another engine of this program" in text
-        assert "a directory of its own, or close() the other one first" in text
+    (text,) = [str(error.value)]
+    assert f"{tmp_path}/step-0000000001 is of another engine of this program" in text
+    assert "a directory of its own, or close() the other one first" in text
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
@@ -471,22 +466,19 @@ def test_a_second_job_is_told_who_writes_and_may_when_that_one_is_dead(
     assert names(tmp_path) == [".lock", "step-0000000001", "step-0000000002"]
 
 
-def _held(rank: int, world: int, folder: Path) -> str:
+@on_ranks(2)
+def test_every_rank_is_told_that_another_job_writes(rank: int, tmp_path: Path) -> None:
     """Rank 0 alone looks at the lock, and finds another writer."""
     training = make("zero3")
-    with steps.lock(folder) if rank == 0 else nullcontext():
+    with steps.lock(tmp_path) if rank == 0 else nullcontext():
         inside.exchange(training.engine, b"")
         with pytest.raises(CheckpointError) as error:
-            training.save(folder, 1)
+            training.save(tmp_path, 1)
         inside.exchange(training.engine, b"")
-    training.save(folder, 1)
+    training.save(tmp_path, 1)
     training.engine.close()
-    return str(error.value)
-
-
-def test_every_rank_is_told_that_another_job_writes(tmp_path: Path) -> None:
-    for text in run_ranks(2, _held, tmp_path):
-        assert "is being written by process" in text
+    text = str(error.value)
+    assert "is being written by process" in text
 
 
 # ---------------------------------------------------------------------------------------- leftovers
@@ -642,11 +634,9 @@ def test_a_kill_between_the_two_renames_leaves_the_older_one_to_load(
         and training.fingerprint() == expected
     )
     training.save(tmp_path, 2)
-    assert names(tmp_path) == [
-        ".lock",
-        ".replaced-step-0000000001",
-        "step-0000000002",
-    ], "it still counts"
+    assert names(tmp_path) == [".lock", ".replaced-step-0000000001", "step-0000000002"], (
+        "it still counts"
+    )
     training.step(0, 2)
     training.save(tmp_path, 1)
     training.save(tmp_path, 3)

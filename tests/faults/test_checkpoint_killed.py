@@ -19,11 +19,11 @@ from tests.support.harness import ROOT
 from tests.support.training import make_model
 
 
-def kill(*arguments: str, timeout: float) -> dict[str, Any]:
+def kill(line: str, timeout: float) -> dict[str, Any]:
     """Run the driver and return its totals; it ends with an error where a checkpoint was lost or
     a torn one seen.
     """
-    command = [sys.executable, "-m", "tests.support.killed", *arguments]
+    command = [sys.executable, "-m", "tests.support.killed", *line.split()]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -44,7 +44,7 @@ def kill(*arguments: str, timeout: float) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_kills_at_ten_random_moments_lose_nothing() -> None:
-    totals = kill("moments", "--seed", "0", "--kills", "10", "--patience", "1", timeout=300)
+    totals = kill("moments --seed 0 --kills 10 --patience 1", timeout=300)
     assert totals["kills"] == 10
     # the chain went on in between
     assert totals["losses_compared"] > 20 and totals["steps_verified"] > 10
@@ -52,47 +52,20 @@ def test_kills_at_ten_random_moments_lose_nothing() -> None:
 
 @pytest.mark.slow
 def test_rank_0_can_die_at_every_kind_of_call_of_a_save() -> None:
-    totals = kill(
-        "calls", "--rank", "0", "--background", "0", "--sample", "--patience", "1", timeout=300
-    )
+    totals = kill("calls --rank 0 --background 0 --sample --patience 1", timeout=300)
     assert set(totals["calls"]) == set(killed.CALLS)
     assert totals["inside_a_save"] > 20
 
 
 @pytest.mark.slow
 def test_another_rank_can_die_at_every_kind_of_call_of_a_save_in_the_background() -> None:
-    totals = kill(
-        "calls",
-        "--case",
-        "new",
-        "--rank",
-        "1",
-        "--background",
-        "1",
-        "--sample",
-        "--patience",
-        "0.5",
-        timeout=300,
-    )
+    totals = kill("calls --case new --rank 1 --background 1 --sample --patience 0.5", timeout=300)
     assert set(totals["calls"]) == {"posix_fallocate", "write", "fsync", "rename"}
 
 
 @pytest.mark.slow
 def test_a_rank_that_saves_in_the_background_does_not_wait_long_for_a_dead_one() -> None:
-    totals = kill(
-        "calls",
-        "--case",
-        "new",
-        "--rank",
-        "1",
-        "--background",
-        "1",
-        "--call",
-        "1",
-        "--patience",
-        "8",
-        timeout=300,
-    )
+    totals = kill("calls --case new --rank 1 --background 1 --call 1 --patience 8", timeout=300)
     assert (totals["survivors"], totals["slow_survivors"]) == (1, [])
 
 
@@ -122,18 +95,7 @@ def test_the_check_behind_all_of_this_finds_a_flipped_bit_a_cut_and_a_stray_file
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 20, 5))
 def test_two_hundred_kills_at_random_moments_lose_nothing(first: int) -> None:
-    totals = kill(
-        "moments",
-        "--seed",
-        str(first),
-        "--chains",
-        "5",
-        "--kills",
-        "10",
-        "--patience",
-        "1",
-        timeout=900,
-    )
+    totals = kill(f"moments --seed {first} --chains 5 --kills 10 --patience 1", timeout=900)
     assert totals["kills"] == 50
 
 
@@ -141,11 +103,11 @@ def test_two_hundred_kills_at_random_moments_lose_nothing(first: int) -> None:
 @pytest.mark.parametrize("rank", range(killed.WORLD))
 @pytest.mark.parametrize("case", killed.CASES[:2])
 def test_a_rank_can_die_at_every_call_of_a_save(case: str, rank: int) -> None:
-    totals = kill("calls", "--case", case, "--rank", str(rank), "--patience", "1", timeout=1200)
+    totals = kill(f"calls --case {case} --rank {rank} --patience 1", timeout=1200)
     assert totals["kills"] == sum(totals["calls"].values()) > 40
 
 
 @pytest.mark.slow
 def test_rank_0_can_die_at_every_call_while_it_removes_what_killed_saves_left() -> None:
-    totals = kill("calls", "--case", "leftovers", "--rank", "0", timeout=600)
+    totals = kill("calls --case leftovers --rank 0", timeout=600)
     assert totals["kills"] == sum(totals["calls"].values()) > 10

@@ -168,13 +168,7 @@ def _forgeries(
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(body=nn.Linear(40, 33), head=nn.Linear(33, 20)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    engine = zs.shard(
-        model,
-        optimizer,
-        stage=3,
-        precision=precision,
-        offload=zs.Offload(**offload),
-    )
+    engine = zs.shard(model, optimizer, stage=3, precision=precision, offload=zs.Offload(**offload))
 
     def step() -> None:
         engine.backward(model(torch.randn(4, 40)).float().square().mean())

@@ -22,7 +22,7 @@ import zeroshard.checkpoint.save as saving
 import zeroshard.checkpoint.steps as steps
 from tests.support import inside
 from tests.support.checkpoints import check_everything, make
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
 
 # ------------------------------------------------------------------------------------- system calls
@@ -188,7 +188,11 @@ def test_every_system_call_that_fails_is_told_on_all_ranks(
         assert "Input/output error" in text
 
 
-def _closes_badly(rank: int, world: int, folder: Path, background: bool) -> str:
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_a_clean_up_that_fails_too_hides_no_error_from_the_other_ranks(
+    rank: int, tmp_path: Path, background: bool
+) -> None:
     """Save where every close() of the hidden directory fails on rank 0, the clean-up's too."""
     training = make("zero3")
     training.step(rank, 0)
@@ -197,25 +201,18 @@ def _closes_badly(rank: int, world: int, folder: Path, background: bool) -> str:
         if name == "close" and Path(path).name.startswith(".saving"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with zs.Saver(folder, training.engine, background=background) as saver:
+    with zs.Saver(tmp_path, training.engine, background=background) as saver:
         with (
-            watched(folder, fail) if rank == 0 else ExitStack(),
+            watched(tmp_path, fail) if rank == 0 else ExitStack(),
             pytest.raises(CheckpointError) as error,
         ):
             saver.save(1)
             saver.wait()
         saver.save(2)
     training.engine.close()
-    assert list(steps.list_steps(folder)) == [2] and not list(folder.glob(".saving*"))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_clean_up_that_fails_too_hides_no_error_from_the_other_ranks(
-    tmp_path: Path, background: bool
-) -> None:
-    for text in run_ranks(2, _closes_badly, tmp_path, background):
-        assert "cannot be put in place: No space left on device" in text
+    assert list(steps.list_steps(tmp_path)) == [2] and not list(tmp_path.glob(".saving*"))
+    text = str(error.value)
+    assert "cannot be put in place: No space left on device" in text
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o027])
@@ -262,10 +259,15 @@ def test_a_lock_that_cannot_be_let_go_is_told_though_the_step_is_complete(
 # -------------------------------------------------------------------------- nobody waits for itself
 
 
-def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
+@pytest.mark.parametrize(("world", "failing"), [(1, 0), (2, 0), (2, 1)])
+@on_ranks()
+def test_a_background_save_whose_directory_vanishes_is_told_at_once(
+    rank: int, world: int, tmp_path: Path, failing: int
+) -> None:
     """A background save whose directory goes before rank `failing` has written: it can leave no
     note.
     """
+    folder = tmp_path / "run"
     training = make("zero3")
     engine = training.engine
     training.step(rank, 0)
@@ -284,22 +286,17 @@ def _gone(rank: int, world: int, folder: Path, failing: int) -> str:
     assert inside.exchange(engine, b"here")
     training.save(folder, 2)
     training.engine.close()
-    return str(error.value)
+    text = str(error.value)
+    assert (
+        "cannot be written: No such file" in text or "was removed" in text or "is not there" in text
+    )
 
 
-@pytest.mark.parametrize(("world", "failing"), [(1, 0), (2, 0), (2, 1)])
-def test_a_background_save_whose_directory_vanishes_is_told_at_once(
-    tmp_path: Path, world: int, failing: int
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@on_ranks(3)
+def test_a_rank_that_can_leave_no_note_is_heard_at_the_next_call(
+    rank: int, tmp_path: Path, failing: int
 ) -> None:
-    for text in run_ranks(world, _gone, tmp_path / "run", failing):
-        assert (
-            "cannot be written: No such file" in text
-            or "was removed" in text
-            or "is not there" in text
-        )
-
-
-def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
     """A background save on a disk that turned read-only for one rank: neither its file nor its
     note can be written.
     """
@@ -310,7 +307,7 @@ def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
     def broken(*args: Any, **options: Any) -> Any:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    saver = zs.Saver(folder, engine)
+    saver = zs.Saver(tmp_path, engine)
     with ExitStack() as stack:
         if rank == failing:
             stack.enter_context(mock.patch.object(saving, "write_shard", broken))
@@ -321,26 +318,23 @@ def _no_note(rank: int, world: int, folder: Path, failing: int) -> str:
     saver.save(2)
     saver.close()
     training.engine.close()
-    assert zs.latest_step(folder) == 2 and not list(folder.glob(".saving*"))
-    return str(error.value)
+    assert zs.latest_step(tmp_path) == 2 and not list(tmp_path.glob(".saving*"))
+    text = str(error.value)
+    assert "Read-only file system" in text
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_can_leave_no_note_is_heard_at_the_next_call(
-    tmp_path: Path, failing: int
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_a_rank_without_memory_for_the_copy_is_told_on_all(
+    rank: int, tmp_path: Path, failing: int
 ) -> None:
-    for text in run_ranks(3, _no_note, tmp_path, failing):
-        assert "Read-only file system" in text
-
-
-def _no_copy(rank: int, world: int, folder: Path, failing: int) -> str:
     training = make("zero3")
     training.step(rank, 0)
 
     def broken(*args: Any) -> Any:
         raise MemoryError("no memory for the copy")
 
-    saver = zs.Saver(folder, training.engine)
+    saver = zs.Saver(tmp_path, training.engine)
     with (
         mock.patch.object(saver, "_copied", broken if rank == failing else saver._copied),
         pytest.raises(CheckpointError) as error,
@@ -350,13 +344,8 @@ def _no_copy(rank: int, world: int, folder: Path, failing: int) -> str:
     saver.save(2)
     saver.close()
     training.engine.close()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_without_memory_for_the_copy_is_told_on_all(tmp_path: Path, failing: int) -> None:
-    for text in run_ranks(2, _no_copy, tmp_path, failing):
-        assert "step 1 cannot be copied" in text and "no memory for the copy" in text
+    text = str(error.value)
+    assert "step 1 cannot be copied" in text and "no memory for the copy" in text
 
 
 class Odd:
@@ -374,38 +363,32 @@ class Odd:
         pass
 
 
-def _odd_state(rank: int, world: int, folder: Path) -> str:
+@on_ranks(2)
+def test_a_state_that_raises_on_one_rank_is_told_on_all(rank: int, tmp_path: Path) -> None:
     training = make("zero3")
     with pytest.raises(CheckpointError) as error:
-        zs.save(folder, training.engine, step=1, states={"odd": Odd(rank == 1)})
-    training.save(folder, 1)
+        zs.save(tmp_path, training.engine, step=1, states={"odd": Odd(rank == 1)})
+    training.save(tmp_path, 1)
     training.engine.close()
-    return str(error.value)
-
-
-def test_a_state_that_raises_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(2, _odd_state, tmp_path):
-        assert "states['odd']" in text and "the loader's file is gone" in text
+    text = str(error.value)
+    assert "states['odd']" in text and "the loader's file is gone" in text
 
 
 # --------------------------------------------------------------------- ranks and jobs that disagree
 
 
-def _other_step(rank: int, world: int, folder: Path) -> str:
+@on_ranks(2)
+def test_different_steps_on_different_ranks_are_named(rank: int, tmp_path: Path) -> None:
     training = make("zero3")
     with pytest.raises(PlanMismatch) as error:
-        training.save(folder, 5 + rank)
+        training.save(tmp_path, 5 + rank)
     for wrong in (-1, 1.5, None, True):
         with pytest.raises(ConfigError, match="is not a number of steps"):
-            zs.save(folder, training.engine, step=wrong)  # type: ignore[arg-type]
-    training.save(folder, 7)
+            zs.save(tmp_path, training.engine, step=wrong)  # type: ignore[arg-type]
+    training.save(tmp_path, 7)
     training.engine.close()
-    return str(error.value)
-
-
-def test_different_steps_on_different_ranks_are_named(tmp_path: Path) -> None:
-    for text in run_ranks(2, _other_step, tmp_path):
-        assert "different steps: rank 0 step=5, rank 1 step=6" in text
+    text = str(error.value)
+    assert "different steps: rank 0 step=5, rank 1 step=6" in text
 
 
 def _other_job(rank: int, world: int, folder: Path, step: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     TRANSPORTS,
     Net,
@@ -94,7 +94,12 @@ def _answer_of_child(use: Callable[[], Any]) -> str:
         return pipe.read().decode()
 
 
-def _forked(rank: int, world: int, row: str, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("row", ["zero3", "ddp"])
+@on_ranks(2)
+def test_a_forked_child_is_refused_and_its_parents_train_on(
+    rank: int, row: str, transport: str
+) -> None:
     expected = train(rank, "torch-ddp", 4)
     it = _Rank(row, transport)
     it.step(rank, 0)
@@ -120,9 +125,3 @@ def _forked(rank: int, world: int, row: str, transport: str) -> None:
     it.engine.close()
     with torch.no_grad():
         assert _answer_of_child(it.forward) == ""  # a plain module again
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("row", ["zero3", "ddp"])
-def test_a_forked_child_is_refused_and_its_parents_train_on(row: str, transport: str) -> None:
-    run_ranks(2, _forked, row, transport)

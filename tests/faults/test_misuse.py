@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, make_model, two_groups
+from tests.support.harness import on_ranks
+from tests.support.training import ROWS, batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 
 
@@ -45,14 +45,11 @@ def test_a_model_that_is_sharded_already() -> None:
     zs.shard(model).close()
 
 
-def _wrapped(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_model_wrapped_in_ddp() -> None:
     _refused(
         r"wrapped in DistributedDataParallel: .*model.module", DistributedDataParallel(make_model())
     )
-
-
-def test_a_model_wrapped_in_ddp() -> None:
-    run_ranks(2, _wrapped)
 
 
 def test_a_model_that_fsdp_manages() -> None:
@@ -296,7 +293,11 @@ def test_shard_before_a_process_group_under_mpirun(monkeypatch: pytest.MonkeyPat
 # -------------------------------------------------------------------------------- ranks that differ
 
 
-def _differ(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@on_ranks(2)
+def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(
+    rank: int, transport: str
+) -> None:
     def told(message: str, *, make: Callable[[], nn.Module] = make_model, **options: Any) -> None:
         model = make()
         with pytest.raises(PlanMismatch, match=message) as caught:
@@ -350,20 +351,13 @@ def _differ(rank: int, world: int, transport: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_ranks_that_differ_are_told_the_first_difference_before_anything_is_changed(
-    transport: str,
-) -> None:
-    run_ranks(2, _differ, transport)
-
-
 # --------------------------------------------------------------------------------- the wrong moment
 
 
-def _too_early(rank: int, world: int, row: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_step_without_backward(rank: int, row: str) -> None:
+    model, optimizer, engine = make_sharded(row)
     before = engine.full_state_dict(rank0_only=False)
     told = r"nothing to clip or to step, without a gradient on any rank: call loss.backward\(\)"
     for call in (optimizer.step, optimizer.step, lambda: engine.clip_grad_norm_(1.0)):
@@ -378,11 +372,6 @@ def _too_early(rank: int, world: int, row: str) -> None:
     model(*batch(rank, 0)).backward()
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_step_without_backward(row: str) -> None:
-    run_ranks(2, _too_early, row)
 
 
 def test_fp16_needs_the_engines_backward() -> None:
@@ -465,7 +454,9 @@ class Gained(nn.Module):
         return (self.gain * self.linear(x)).sum() + self.levels.sum()
 
 
-def _writes(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["zero3"])
+@on_ranks(2)
+def test_writing_to_a_released_parameter_by_any_way_is_an_error(row: str) -> None:
     torch.manual_seed(0)
     model = Gained()
     x = torch.ones(2, 7)
@@ -508,11 +499,6 @@ def _writes(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("row", ["zero3"])
-def test_writing_to_a_released_parameter_by_any_way_is_an_error(row: str) -> None:
-    run_ranks(2, _writes, row)
-
-
 def test_a_released_parameter_has_its_metadata_and_reads_as_nan_past_its_guard() -> None:
     model = Gained()
     like = {
@@ -531,16 +517,14 @@ def test_a_released_parameter_has_its_metadata_and_reads_as_nan_past_its_guard()
     assert torch.equal(model.levels, torch.arange(5))
 
 
-def _writes_while_gathered(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_writing_to_a_gathered_parameter_is_kept_or_an_error(rank: int, row: str) -> None:
     """Edits without writeback are kept (rows that step everything everywhere) or are an error:
     never lost in silence.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer, engine = make_sharded(row)
+    take_steps(rank, 1, model, optimizer)
 
     def edit() -> None:
         with engine.gathered(model.head.weight), torch.no_grad():
@@ -563,11 +547,6 @@ def _writes_while_gathered(rank: int, world: int, row: str) -> None:
         model(*batch(rank, 0))
     engine.reset()
     engine.close()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_writing_to_a_gathered_parameter_is_kept_or_an_error(row: str) -> None:
-    run_ranks(2, _writes_while_gathered, row)
 
 
 # ----------------------------------------------------------------------- modules that are not plain
@@ -626,9 +605,10 @@ def test_a_model_wrapped_in_data_parallel() -> None:
     _refused(r"wrapped in DataParallel: .*model.module", nn.DataParallel(nn.Linear(3, 3)))
 
 
-def _wraps(rank: int, world: int, row: str) -> None:
-    model = make_model()
-    engine = zs.shard(model, two_groups(model), policy=row)
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(2)
+def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
+    model, _, engine = make_sharded(row)
     for wrap in (DistributedDataParallel, lambda model: model._replicate_for_data_parallel()):
         with pytest.raises(
             StateError,
@@ -637,11 +617,6 @@ def _wraps(rank: int, world: int, row: str) -> None:
             wrap(model)
     engine.close()
     DistributedDataParallel(model)
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_ddp_and_data_parallel_around_a_sharded_model(row: str) -> None:
-    run_ranks(2, _wraps, row)
 
 
 # --------------------------------------------------------------------------------------- one memory
@@ -704,7 +679,11 @@ def _take_out(model: nn.Module) -> None:
     model.head = nn.Identity()
 
 
-def _changes(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(2)
+def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(
+    rank: int, row: str
+) -> None:
     for change, name in (
         (_append, "'blocks.4.weight' came into the model after shard"),
         (_replace_module, "'head.weight' came into the model after shard"),
@@ -712,9 +691,7 @@ def _changes(rank: int, world: int, row: str) -> None:
         (_adapt, "'head.lora' came into the model after shard"),
         (_take_out, "'head.weight' was taken out of the model after shard"),
     ):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row)
+        model, optimizer, engine = make_sharded(row)
         model(*batch(rank, 0)).backward()
         change(model)
         with pytest.raises(StateError, match=f"parameter {name}.*engine.close") as caught:
@@ -722,19 +699,12 @@ def _changes(rank: int, world: int, row: str) -> None:
         assert "\n" not in str(caught.value)
         engine.reset()
         engine.close()
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     model.head.register_parameter("shift", nn.Parameter(torch.zeros(3), requires_grad=False))
     for step in range(2):
         model(*batch(rank, step)).backward()
         optimizer.step()  # a frozen parameter that came later is nobody's to train
     engine.close()
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_model_that_changed_after_shard_is_refused_by_name_at_the_next_step(row: str) -> None:
-    run_ranks(2, _changes, row)
 
 
 def test_stepping_an_optimizer_made_after_shard_names_attach() -> None:
@@ -790,7 +760,8 @@ def test_arguments_of_save_and_load_that_are_no_such_thing_are_named(tmp_path: P
     engine.close()
 
 
-def _appended(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_in_bf16_torchs_error_about_a_module_that_came_later_names_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
@@ -801,9 +772,5 @@ def _appended(rank: int, world: int) -> str:
     del model[2]
     engine.backward(model(torch.ones(2, 4)).sum())
     engine.close()
-    return "".join(caught.value.__notes__)
-
-
-def test_in_bf16_torchs_error_about_a_module_that_came_later_names_it() -> None:
-    for note in run_ranks(2, _appended):
-        assert "'2.weight' came into the model after shard()" in note and "\n" not in note
+    note = "".join(caught.value.__notes__)
+    assert "'2.weight' came into the model after shard()" in note and "\n" not in note

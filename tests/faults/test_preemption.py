@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,22 +24,9 @@ from zeroshard.checkpoint.steps import list_steps, read_manifest
 from zeroshard.launch.run import SIGNAL_GRACE_S
 
 STEPS = 60
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--context",
-    "32",
-    "--batch",
-    "2",
-    "--accumulate",
-    "4",
-    "--sample",
-    "0",
-]
+SMALL = shlex.split(
+    "--layers 1 --width 32 --heads 2 --context 32 --batch 2 --accumulate 4 --sample 0"
+)
 
 
 class Job:

@@ -20,7 +20,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -30,6 +30,7 @@ from tests.support.training import (
     Run,
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -82,7 +83,28 @@ def _in_recomputation(model: Net, rank: int) -> Any:
     return model.blocks[1].up.register_forward_hook(hooked)
 
 
-def _recover(rank: int, world: int, cases: list[dict[str, str]]) -> None:
+def _reference(rank: int, model: Net, steps: list[int]) -> Run:
+    return train_with_ddp(rank, model, two_groups(model), steps)
+
+
+WHERE = {
+    fn.__name__.strip("_"): fn
+    for fn in (_in_forward, _before_forward, _in_backward, _elsewhere, _in_recomputation)
+}
+
+
+def _meets(case: dict[str, str]) -> bool:
+    """Messages need the same place: over sockets a gather without its peer is a stall."""
+    return case["transport"] != "gloo" or case["where"] != "elsewhere"
+
+
+@by_pairs(
+    {"where": tuple(WHERE), "row": ROWS, "transport": TRANSPORTS}, _meets, slow_by="transport"
+)
+@on_ranks(2, timeout=120)
+def test_after_an_exception_and_reset_training_goes_on_with_right_numbers(
+    rank: int, cases: list[dict[str, str]]
+) -> None:
     """Fail in steps 1 and 3; the other steps train as if those had not been."""
 
     def seeded(where: str) -> Net:
@@ -114,37 +136,13 @@ def _recover(rank: int, world: int, cases: list[dict[str, str]]) -> None:
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        state = engine.full_state_dict(rank0_only=False)
-        engine.close()
+        state = final_state(model, engine)
         found = Run(losses, state, row=row).differs_from(expected(where))
         assert not found, (case, found)
 
 
-def _reference(rank: int, model: Net, steps: list[int]) -> Run:
-    return train_with_ddp(rank, model, two_groups(model), steps)
-
-
-WHERE = {
-    fn.__name__.strip("_"): fn
-    for fn in (_in_forward, _before_forward, _in_backward, _elsewhere, _in_recomputation)
-}
-
-
-def _meets(case: dict[str, str]) -> bool:
-    """Messages need the same place: over sockets a gather without its peer is a stall."""
-    return case["transport"] != "gloo" or case["where"] != "elsewhere"
-
-
-@by_pairs(
-    {"where": tuple(WHERE), "row": ROWS, "transport": TRANSPORTS}, _meets, slow_by="transport"
-)
-def test_after_an_exception_and_reset_training_goes_on_with_right_numbers(
-    cases: list[dict[str, str]],
-) -> None:
-    run_ranks(2, _recover, cases, timeout=120)
-
-
-def _forgotten(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_going_on_after_an_exception_without_reset_is_an_error(rank: int) -> None:
     model, optimizer, engine = make_sharded("zero3", "shared_memory")
     handle = _in_backward(model, rank)
     with pytest.raises(Boom):
@@ -160,11 +158,9 @@ def _forgotten(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_going_on_after_an_exception_without_reset_is_an_error() -> None:
-    run_ranks(2, _forgotten)
-
-
-def _often(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_many_exceptions_leave_no_thread_and_no_descriptor(rank: int, transport: str) -> None:
     model, optimizer, engine = make_sharded("zero3", transport)
 
     def usage() -> tuple[int, int]:
@@ -178,9 +174,7 @@ def _often(rank: int, world: int, transport: str) -> None:
             model(*batch(rank, step)).backward()
         handle.remove()
         engine.reset()
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         if step == 8:
             before = usage()
     deadline = time.monotonic() + 300  # threads of transfers that were given up end by themselves
@@ -190,24 +184,6 @@ def _often(rank: int, world: int, transport: str) -> None:
         threads, files = usage()
     assert threads <= before[0] + 2 and files <= before[1] + 2, (before, threads, files)
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_exceptions_leave_no_thread_and_no_descriptor(transport: str) -> None:
-    run_ranks(2, _often, transport)
-
-
-def _dropped(rank: int, world: int, transport: str, how: str) -> None:
-    counts = []
-    for _ in range(4):
-        model, optimizer, engine = make_sharded("zero3", transport)
-        take_steps(rank, 1, model, optimizer)
-        if how == "closed":
-            engine.close()
-        del model, optimizer, engine
-        gc.collect()
-        counts.append(_num_descriptors(at_most=counts[1] if len(counts) > 1 else 1 << 10))
-    assert counts[3] <= counts[1], counts
 
 
 def _num_descriptors(at_most: int) -> int:
@@ -220,8 +196,18 @@ def _num_descriptors(at_most: int) -> int:
 
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_engines_leave_no_descriptor(transport: str, how: str) -> None:
-    run_ranks(2, _dropped, transport, how)
+@on_ranks(2)
+def test_engines_leave_no_descriptor(rank: int, transport: str, how: str) -> None:
+    counts = []
+    for _ in range(4):
+        model, optimizer, engine = make_sharded("zero3", transport)
+        take_steps(rank, 1, model, optimizer)
+        if how == "closed":
+            engine.close()
+        del model, optimizer, engine
+        gc.collect()
+        counts.append(_num_descriptors(at_most=counts[1] if len(counts) > 1 else 1 << 10))
+    assert counts[3] <= counts[1], counts
 
 
 # ------------------------------------------------------------------------- one rank dies, or stalls
@@ -266,14 +252,25 @@ def test_an_exception_on_one_rank_ends_the_others_and_names_it(transport: str, w
     ].result
 
 
-def _stalled(rank: int, world: int, transport: str, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    [
+        ("shared_memory", "forward"),
+        ("shared_memory", "backward"),
+        ("shared_memory", "step"),
+        ("gloo", "forward"),
+        ("gloo", "step"),
+    ],
+)
+@on_ranks(2)
+def test_a_stalled_rank_is_reported_with_what_is_awaited(
+    rank: int, transport: str, phase: str
+) -> None:
     """Rank 1 sleeps; rank 0 says so. Over messages rank 1 then stalls too, in shared memory it
     is told that rank 0 gave up.
     """
     model, optimizer, engine = make_sharded("zero3", transport, stall_timeout_s=1.5)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     asleep = {phase: 2.5} if rank == 1 else {}
     said = "StallError: nothing"
     try:
@@ -313,20 +310,6 @@ def _stalled(rank: int, world: int, transport: str, phase: str) -> None:
         model(*batch(rank, step)).backward()
         optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("transport", "phase"),
-    [
-        ("shared_memory", "forward"),
-        ("shared_memory", "backward"),
-        ("shared_memory", "step"),
-        ("gloo", "forward"),
-        ("gloo", "step"),
-    ],
-)
-def test_a_stalled_rank_is_reported_with_what_is_awaited(transport: str, phase: str) -> None:
-    run_ranks(2, _stalled, transport, phase)
 
 
 # ------------------------------------------------------------------------------- ranks that diverge
@@ -381,7 +364,9 @@ def test_ranks_that_run_different_units_are_told_on_gloo_and_served_on_shared_me
     assert any("blocks.2" in said for said in both)
 
 
-def _uneven_sync(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_ranks_that_disagree_about_no_sync_are_told(rank: int, transport: str) -> None:
     """One rank accumulates where the other reduces: other numbers, so an error, not a guess."""
     model, optimizer, engine = make_sharded("zero1", transport, stall_timeout_s=3)
     with pytest.raises((PlanMismatch, StallError, StateError), match=r"reduce|exchange"):
@@ -396,11 +381,6 @@ def _uneven_sync(rank: int, world: int, transport: str) -> None:
     model(*batch(rank, 1)).backward()
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_disagree_about_no_sync_are_told(transport: str) -> None:
-    run_ranks(2, _uneven_sync, transport)
 
 
 # --------------------------------------------------------------------------------------- not finite
@@ -486,7 +466,11 @@ def test_gradients_that_are_not_finite_skip_the_step_on_all_ranks_and_change_not
     run_ranks(2, _injected, "zero3", precision, "gloo", names)
 
 
-def _always_bad(rank: int, world: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@on_ranks(2)
+def test_the_third_bad_step_in_a_row_stops_and_names_the_parameter(
+    rank: int, precision: str
+) -> None:
     for row in ROWS:
         model, optimizer, engine = make_sharded(row, "shared_memory", precision=precision)
         before = engine.full_state_dict(rank0_only=False)
@@ -495,9 +479,7 @@ def _always_bad(rank: int, world: int, precision: str) -> None:
         scales = []
         allowed = 2 if precision != "fp16" else 16
         for step in range(allowed):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer, engine)
             scales.append(engine.loss_scale)
         engine.backward(model(*batch(rank, 0)))
         with pytest.raises(
@@ -516,11 +498,6 @@ def _always_bad(rank: int, world: int, precision: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_third_bad_step_in_a_row_stops_and_names_the_parameter(precision: str) -> None:
-    run_ranks(2, _always_bad, precision)
-
-
 def test_forwards_watched_after_a_bad_step_leave_no_hooks_of_saved_tensors() -> None:
     model, optimizer, engine = make_sharded("zero3")
     for factor in (float("inf"), 1.0, 1.0):
@@ -531,7 +508,8 @@ def test_forwards_watched_after_a_bad_step_leave_no_hooks_of_saved_tensors() -> 
     engine.close()
 
 
-def _skipped_like_never(rank: int, world: int) -> list[list[str]]:
+@on_ranks(2)
+def test_a_skipped_step_leaves_no_trace(rank: int) -> None:
     """A skipped step leaves nothing behind: the run goes on as if its batch had not been."""
     out = []
     for row in ROWS:
@@ -552,19 +530,12 @@ def _skipped_like_never(rank: int, world: int) -> list[list[str]]:
             )
         )
         engine.close()
-    return out
+    assert not any(out), out
 
 
-def test_a_skipped_step_leaves_no_trace() -> None:
-    for found in run_ranks(2, _skipped_like_never):
-        assert not any(found), found
-
-
-def test_steps_that_go_on_after_faults_equal_ddps() -> None:
+@on_ranks(2)
+def test_steps_that_go_on_after_faults_equal_ddps(rank: int) -> None:
     """The harness itself: without a fault the reference and the rows agree."""
-    for run in run_ranks(2, _plain):
-        assert run == []
 
-
-def _plain(rank: int, world: int) -> list[str]:
-    return train(rank, "zero3", 3).differs_from(_reference(rank, make_model(), [0, 1, 2]))
+    run = train(rank, "zero3", 3).differs_from(_reference(rank, make_model(), [0, 1, 2]))
+    assert run == []

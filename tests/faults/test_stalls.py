@@ -5,7 +5,6 @@ the ranks and what each has entered last, and a rank that waits for its device i
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import threading
@@ -19,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import is_running, run_ranks, spawn_ranks
-from tests.support.training import Sharded, batch, make_sharded, take_steps
+from tests.support.harness import is_running, on_ranks, run_ranks, spawn_ranks
+from tests.support.training import Sharded, batch, logged, make_sharded, take_steps
 from zeroshard.errors import PeerLostError, StallError
 from zeroshard.runtime.streams import Streams
 from zeroshard.sharding import api
@@ -107,7 +106,8 @@ def test_a_rank_that_waits_for_its_device_is_ended_and_the_others_lose_it() -> N
     assert "rank(s) [0] ended without finishing" in computes.result, computes
 
 
-def _is_slow(rank: int, world: int) -> list[float]:
+@on_ranks(2, timeout=40)
+def test_a_run_that_is_slow_and_moves_goes_on(rank: int) -> None:
     """Half of each step is slow on one rank, the other half on the other, and lanes are busy."""
     device, original = Device(), api.make_streams
     device.hangs = True
@@ -129,25 +129,13 @@ def _is_slow(rank: int, world: int) -> list[float]:
     time.sleep(3.5)  # computes for long, with nothing under way
     losses += take_steps(rank, 1, model, optimizer, engine)
     engine.close()
-    return losses
-
-
-def test_a_run_that_is_slow_and_moves_goes_on() -> None:
-    for losses in run_ranks(2, _is_slow, timeout=40):
-        assert len(losses) == 6 and torch.tensor(losses).isfinite().all(), losses
+    assert len(losses) == 6 and torch.tensor(losses).isfinite().all(), losses
 
 
 def _warnings(rank: int, world: int, stall_timeout_s: float) -> list[str]:
     """Return what shard() logs."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroshard")
-    logger.addHandler(handler)
-    try:
+    with logged() as told:
         make_sharded("zero2", "nccl", stall_timeout_s=stall_timeout_s)[2].close()
-    finally:
-        logger.removeHandler(handler)
     return told
 
 
@@ -159,8 +147,9 @@ def test_a_backend_that_would_end_the_job_first_is_told_once() -> None:
     assert run_ranks(2, _warnings, 280.0, timeout=40) == [[], []]
 
 
-def _timeouts(rank: int, world: int) -> tuple[set[float], list[float]]:
-    """Return the timeouts of the groups of all levels, and how long ranks wait for each other
+@on_ranks(2, timeout=40)
+def test_groups_inside_and_between_nodes_have_the_jobs_timeout(rank: int) -> None:
+    """Look at the timeouts of the groups of all levels, and how long ranks wait for each other
     before and after the first step, and where the user has said it.
     """
     waits, options = [], {"comm": {"transport": "nccl", "node_size": 1}}
@@ -174,14 +163,9 @@ def _timeouts(rank: int, world: int) -> tuple[set[float], list[float]]:
         take_steps(rank, 2, model, optimizer, engine)
         waits.append(levels.flat.control.stall_timeout_s)
         engine.close()
-    return found, waits
-
-
-def test_groups_inside_and_between_nodes_have_the_jobs_timeout() -> None:
-    for found, waits in run_ranks(2, _timeouts, timeout=40):
-        assert found == {300.0}  # the pool's, not torch's default
-        # no more than the backend lets it, and what the user has said
-        assert waits == [300.0, 300.0, STALL_S, STALL_S]
+    assert found == {300.0}  # the pool's, not torch's default
+    # no more than the backend lets it, and what the user has said
+    assert waits == [300.0, 300.0, STALL_S, STALL_S]
 
 
 def _comes_late(rank: int, world: int) -> str:
@@ -203,11 +187,8 @@ def test_shard_over_a_mesh_waits_by_its_own_limit_and_names_who_did_not_come() -
     ), waited
 
 
+@on_ranks(2, timeout=40)
 def test_an_engine_that_is_dropped_is_watched_no_longer() -> None:
-    assert run_ranks(2, _left_threads, timeout=40) == [0, 0]
-
-
-def _left_threads(rank: int, world: int) -> int:
     def watching() -> int:
         return sum(thread.name == "zeroshard-stalls" for thread in threading.enumerate())
 
@@ -218,4 +199,5 @@ def _left_threads(rank: int, world: int) -> int:
     deadline = time.monotonic() + 300
     while watching() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return watching()
+    found = watching()
+    assert found == 0

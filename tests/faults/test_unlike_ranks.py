@@ -6,7 +6,6 @@ in `ALIKE` why ranks may differ there.
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,8 +17,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.training import Net, batch, make_model, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import Net, batch, logged, make_model, two_groups
 from zeroshard.comm.cpu import control
 
 
@@ -556,33 +555,23 @@ AHEAD: dict[str, tuple[Callable[[Run], Any], str, bool]] = {  # the row, and whe
 }
 
 
-def _warned(rank: int, world: int) -> dict[str, list[str]]:
-    """Return what is logged in each case of `AHEAD`, which stands before two of four steps."""
-    out: dict[str, list[str]] = {}
-    for name, (act, row, _) in AHEAD.items():
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign, misc]
-        logging.getLogger("zeroshard").addHandler(handler)
+@on_ranks(2)
+def test_a_rank_that_is_ahead_where_only_cpu_ranks_let_it_pass_is_told_of_once(rank: int) -> None:
+    """Each case of `AHEAD` stands before two of four steps."""
+    for name, (act, row, told) in AHEAD.items():
         model = make_model(layers=2)
         optimizer = two_groups(model)
         leaves = 5 if name == "uneven leaves" else None
         engine = zs.shard(model, optimizer, policy=row, leaves=leaves)
         run = Run(rank, Path(), model, optimizer, engine, leaves)
-        for number in range(4):
-            if number in (1, 2):
-                act(run)
-            run.step()
-        engine.close()
-        logging.getLogger("zeroshard").removeHandler(handler)
-        out[name] = [text for text in said if "began" in text]
-    return out
-
-
-def test_a_rank_that_is_ahead_where_only_cpu_ranks_let_it_pass_is_told_of_once() -> None:
-    first, second = run_ranks(2, _warned)
-    for name, (_, _, told) in AHEAD.items():
-        assert len(first[name]) == told and not second[name], (name, first[name], second[name])
-        if told:
-            assert first[name][0].startswith("rank(s) [0] began 2 forwards, or reads of weights")
-            assert "before step 1 where others began 1" in first[name][0]
+        with logged() as said:
+            for number in range(4):
+                if number in (1, 2):
+                    act(run)
+                run.step()
+            engine.close()
+        said = [text for text in said if "began" in text]
+        assert len(said) == (0 if rank else told), (name, said)
+        for text in said:
+            assert text.startswith("rank(s) [0] began 2 forwards, or reads of weights")
+            assert "before step 1 where others began 1" in text

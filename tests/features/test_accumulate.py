@@ -19,15 +19,8 @@ import zeroshard as zs
 from tests.features.test_experts import _batch, _mesh, _sharded
 from tests.support import inside
 from tests.support.experts import Stacked
-from tests.support.harness import run_ranks
-from tests.support.training import (
-    Net,
-    Recomputed,
-    batch,
-    differences,
-    make_model,
-    make_sharded,
-)
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import Net, Recomputed, batch, differences, make_model, make_sharded
 
 State = dict[str, torch.Tensor]
 STEPS, MICRO_BATCHES = 2, 3
@@ -97,62 +90,50 @@ def _ended(engine: zs.Engine) -> State:
 # ------------------------------------------------------------------------------------ the same bits
 
 
-def _as_the_plain_loop(rank: int, world: int, rows: tuple[str, ...], precision: str) -> list[str]:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_the_bits_are_those_of_zero1s_plain_loop_in_every_row(rank: int, precision: str) -> None:
+    rows = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
     expected, losses = _plain(rank, "zero1", precision=precision, clip=0.5)
     told = []
     for row in rows:
         state, seen = _vertical(rank, row, precision=precision, clip=0.5)
         told += differences(state, expected, row, "the plain loop")
         told += [] if seen == losses else [f"{row}: {seen} against {losses}"]
-    return told
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_bits_are_those_of_zero1s_plain_loop_in_every_row(precision: str) -> None:
-    rows = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
-    for told in run_ranks(2, _as_the_plain_loop, rows, precision):
-        assert told == []
+    assert told == []
 
 
 @pytest.mark.slow
-def test_hpz_mics_and_hfsdp_have_them_on_two_nodes() -> None:
-    for told in run_ranks(4, _on_two_nodes):
-        assert told == []
-
-
-def _on_two_nodes(rank: int, world: int) -> list[str]:
+@on_ranks(4)
+def test_hpz_mics_and_hfsdp_have_them_on_two_nodes(rank: int) -> None:
     nodes = {"comm": zs.Comm(node_size=2)}
     expected, _ = _plain(rank, "zero1", precision="bf16", **nodes)
     told = []
     for row in ("zero3", "hpz", "mics", "hfsdp"):
         state, _ = _vertical(rank, row, precision="bf16", **nodes)
         told += differences(state, expected, row, "the plain loop")
-    return told
+    assert told == []
 
 
-def _scaled(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_fp16_scales_the_losses(rank: int) -> None:
     expected, losses = _plain(rank, "zero1", precision="fp16")
     state, seen = _vertical(rank, "zero3", precision="fp16")
-    return differences(state, expected) + ([] if seen == losses else [f"{seen} {losses}"])
+    found = differences(state, expected) + ([] if seen == losses else [f"{seen} {losses}"])
+    assert found == []
 
 
-def test_fp16_scales_the_losses() -> None:
-    assert run_ranks(2, _scaled) == [[], []]
-
-
-def _kept_elsewhere(rank: int, world: int, path: str) -> list[str]:
+@on_ranks(2)
+def test_activations_between_units_rest_on_the_host_or_on_disk(rank: int, tmp_path: Any) -> None:
     expected, _ = _vertical(rank, "zero3")
     told = []
     for tier in ("host", "disk"):
-        wide = {"tier": tier, "path": path if tier == "disk" else None}
+        wide = {"tier": tier, "path": str(tmp_path) if tier == "disk" else None}
         state, _ = _vertical(rank, "zero3", **wide)
         told += differences(state, expected, tier, "device")
     state, _ = _vertical(rank, "zero3", shares=[0.1, 0.9])
-    return told + differences(state, expected, "unequal shares", "equal ones")
-
-
-def test_activations_between_units_rest_on_the_host_or_on_disk(tmp_path: Any) -> None:
-    assert run_ranks(2, _kept_elsewhere, str(tmp_path)) == [[], []]
+    found = told + differences(state, expected, "unequal shares", "equal ones")
+    assert found == []
 
 
 # ------------------------------------------------------------------------ what is gathered and read
@@ -162,12 +143,15 @@ def _note(seen: list[tuple[str, str]], what: str, name: str) -> None:
     seen.append((what, name))
 
 
-def _events(rank: int, world: int, path: str) -> dict[int, Any]:
-    """Return, for 1, 4 and 16 micro-batches of a second step, how often each unit was gathered and
+@on_ranks(2)
+def test_weights_are_gathered_and_read_as_often_for_any_number_of_micro_batches(
+    rank: int, tmp_path: Any
+) -> None:
+    """See for 1, 4 and 16 micro-batches of a second step, how often each unit was gathered and
     reduced, and the bytes that this rank has read from disk.
     """
     out = {}
-    offload = zs.Offload(weight="disk", grad="host", optimizer="disk", disk_path=path)
+    offload = zs.Offload(weight="disk", grad="host", optimizer="disk", disk_path=str(tmp_path))
     model, optimizer, engine = make_sharded("zero3", offload=offload)
     for micro_batches in (1, 4, 16):
         for step in range(2):
@@ -179,20 +163,13 @@ def _events(rank: int, world: int, path: str) -> dict[int, Any]:
                 optimizer.zero_grad()
             out[micro_batches] = (Counter(seen), sum(reads))
     engine.close()
-    return out
-
-
-def test_weights_are_gathered_and_read_as_often_for_any_number_of_micro_batches(
-    tmp_path: Any,
-) -> None:
-    for seen in run_ranks(2, _events, str(tmp_path)):
-        assert seen[1] == seen[4] == seen[16]
-        events, read = seen[16]
-        assert read > 0
-        blocks = [name for _, name in events if name.startswith("blocks.")]
-        assert len(set(blocks)) == 4
-        for name in blocks:
-            assert events["gather", name] == 2 and events["reduce", name] == 1, name
+    assert out[1] == out[4] == out[16]
+    events, read = out[16]
+    assert read > 0
+    blocks = [name for _, name in events if name.startswith("blocks.")]
+    assert len(set(blocks)) == 4
+    for name in blocks:
+        assert events["gather", name] == 2 and events["reduce", name] == 1, name
 
 
 # ------------------------------------------------------------------------------ models of all kinds
@@ -361,7 +338,8 @@ class Dropped(Net):
         return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
-def _one_with_dropout(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_blocks_that_run_again_drop_what_they_have_dropped(rank: int) -> None:
     states = []
     for vertical in (False, True):
         torch.manual_seed(0)
@@ -377,11 +355,8 @@ def _one_with_dropout(rank: int, world: int) -> list[str]:
             optimizer.zero_grad()
         random = torch.rand(1).item()
         states.append(_ended(engine) | {"the next random number": torch.tensor(random)})
-    return differences(states[1], states[0], "accumulate", "the plain loop")
-
-
-def test_blocks_that_run_again_drop_what_they_have_dropped() -> None:
-    assert run_ranks(2, _one_with_dropout) == [[], []]
+    found = differences(states[1], states[0], "accumulate", "the plain loop")
+    assert found == []
 
 
 def _llama(rank: int, world: int) -> list[str]:
@@ -421,7 +396,9 @@ def test_a_llama_of_transformers_has_the_same_bits() -> None:
     assert run_ranks(2, _llama) == [[], []]
 
 
-def _experts(rank: int, world: int) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_experts_with_a_mesh_of_their_own_have_the_same_bits(rank: int) -> None:
     """Experts that ranks divide inside of blocks, which exchange tokens in both runs."""
     states = []
     for row, vertical, options in (
@@ -442,18 +419,15 @@ def _experts(rank: int, world: int) -> list[str]:
         assert bool(engine.policy.units) == bool(options)
         states.append(_ended(engine))
     told = differences(states[1], states[0], "accumulate", "the plain loop")
-    return told + differences(states[2], states[0], "whole gradients", "zero1")
-
-
-@pytest.mark.slow
-def test_experts_with_a_mesh_of_their_own_have_the_same_bits() -> None:
-    assert run_ranks(4, _experts) == [[]] * 4
+    found = told + differences(states[2], states[0], "whole gradients", "zero1")
+    assert found == []
 
 
 # ----------------------------------------------------------------------------------- other programs
 
 
-def _mixed(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_more_backwards_may_come_before_and_after_in_a_step(rank: int) -> None:
     """Add accumulate() to a plain backward before it and one after it, in one step."""
     states = []
     for row, vertical in (("zero1", False), ("zero1", True), ("zero3", True)):
@@ -471,14 +445,12 @@ def _mixed(rank: int, world: int) -> list[str]:
         optimizer.step()
         states.append(_ended(engine))
     close = all(torch.allclose(one, states[0][name], atol=1e-5) for name, one in states[2].items())
-    return differences(states[1], states[0]) + ([] if close else ["zero3 is not close"])
+    found = differences(states[1], states[0]) + ([] if close else ["zero3 is not close"])
+    assert found == []
 
 
-def test_more_backwards_may_come_before_and_after_in_a_step() -> None:
-    assert run_ranks(2, _mixed) == [[], []]
-
-
-def _uneven(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_may_have_different_numbers_of_micro_batches(rank: int, world: int) -> None:
     """Two micro-batches on rank 0 and one on rank 1, by hand in one process's sums."""
     model, optimizer, engine = make_sharded("zero3")
     batches = _data(rank, 0, 2 - rank)
@@ -490,18 +462,19 @@ def _uneven(rank: int, world: int) -> list[str]:
     for other in range(world):
         for one in _data(other, 0, 2 - other):
             (reference(*one) / world).backward()
-    return [
+    seen = [
         name
         for name, p in reference.named_parameters()
         if not torch.allclose(p.grad, found[name], atol=1e-6)  # type: ignore[arg-type]
     ]
+    assert seen == []
 
 
-def test_ranks_may_have_different_numbers_of_micro_batches() -> None:
-    assert run_ranks(2, _uneven) == [[], []]
-
-
-def _weighted(rank: int, world: int, precision: str) -> list[str]:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@on_ranks(2)
+def test_losses_count_their_samples_with_the_bits_of_weighted_backwards(
+    rank: int, precision: str
+) -> None:
     """Micro-batches of 3, 2 and 1 samples, which count as many."""
     states, means = [], []
     for row, vertical in (("zero1", False), ("zero3", True)):
@@ -527,12 +500,8 @@ def _weighted(rank: int, world: int, precision: str) -> list[str]:
             optimizer.zero_grad()
         states.append(_ended(engine))
     told = [] if abs(means[0] - means[2]) < 1e-3 else [f"the mean loss is {means}"]
-    return told + differences(states[1], states[0], "accumulate", "the plain loop")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_losses_count_their_samples_with_the_bits_of_weighted_backwards(precision: str) -> None:
-    assert run_ranks(2, _weighted, precision) == [[], []]
+    found = told + differences(states[1], states[0], "accumulate", "the plain loop")
+    assert found == []
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -548,8 +517,9 @@ class Wandering(Net):
         return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
-def _refusals(rank: int, world: int) -> dict[str, str]:
-    """Return what is said to programs that cannot run so, and train on after each."""
+@on_ranks(2)
+def test_what_cannot_run_so_is_refused_in_one_line_and_training_goes_on(rank: int) -> None:
+    """Look at what is said to programs that cannot run so, and train on after each."""
     torch.manual_seed(0)
     model, optimizer, engine = make_sharded("zero3", model=Wandering())
     x, y = batch(rank, 0)
@@ -603,20 +573,15 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     with torch.no_grad():
         tried("no_grad", [None], route)
     engine.close()
-    return said
-
-
-def test_what_cannot_run_so_is_refused_in_one_line_and_training_goes_on() -> None:
     at = "micro-batch 0 has come to {} and micro-batch 1 to {}:"
-    for said in run_ranks(2, _refusals):
-        assert all("\n" not in line for line in said.values())
-        assert at.format("'blocks.0'", "'blocks.1'") in said["order"]
-        assert at.format("'blocks.3'", "'norm'") in said["fewer"]
-        assert at.format("'norm'", "'blocks.3'") in said["more"]
-        assert "no batches" in said["none"]
-        assert said["raises"] == "ArithmeticError: in the second"
-        assert "takes a loss, a 0-d tensor that needs gradients" in said["scalar"]
-        assert "a tensor [2]" in said["vector"]
-        assert "tier='tape' is not a tier" in said["tier"]
-        assert "blocks.1.aux is a tensor that needs gradients" in said["kept"]
-        assert "without gradients" in said["no_grad"]
+    assert all("\n" not in line for line in said.values())
+    assert at.format("'blocks.0'", "'blocks.1'") in said["order"]
+    assert at.format("'blocks.3'", "'norm'") in said["fewer"]
+    assert at.format("'norm'", "'blocks.3'") in said["more"]
+    assert "no batches" in said["none"]
+    assert said["raises"] == "ArithmeticError: in the second"
+    assert "takes a loss, a 0-d tensor that needs gradients" in said["scalar"]
+    assert "a tensor [2]" in said["vector"]
+    assert "tier='tape' is not a tier" in said["tier"]
+    assert "blocks.1.aux is a tensor that needs gradients" in said["kept"]
+    assert "without gradients" in said["no_grad"]

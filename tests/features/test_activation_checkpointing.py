@@ -27,7 +27,7 @@ from tests.support import inside
 from tests.support.activations import using
 from tests.support.endless_link import Endless
 from tests.support.family_training import STAGES, compare
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, Block, Net, batch, make_model, train, two_groups
 from zeroshard.core.placement import Tier
 from zeroshard.core.residency import Use
@@ -310,9 +310,7 @@ def test_backward_may_run_twice_and_be_differentiated(
     )
 
 
-def test_two_forwards_before_the_backwards_in_either_order(
-    host: ActivationStore,
-) -> None:
+def test_two_forwards_before_the_backwards_in_either_order(host: ActivationStore) -> None:
     model = Stack(3, lambda fn, x: checkpoint(fn, x, tier="host"))
     plain = Stack(3)
 
@@ -437,9 +435,7 @@ def test_sizes_that_change_take_no_more_than_the_most_that_was_used_at_once(
     assert host.store.account.peak <= most
 
 
-def test_a_graph_that_dies_without_backward_gives_its_storages_back(
-    host: ActivationStore,
-) -> None:
+def test_a_graph_that_dies_without_backward_gives_its_storages_back(host: ActivationStore) -> None:
     model = Stack(4, lambda fn, x: checkpoint(fn, x, tier="host"))
     loss = model(activation())
     assert host.used > 0
@@ -485,9 +481,7 @@ def test_one_tensor_that_many_calls_are_given_is_stored_once_until_it_is_written
     assert all(len(known) <= 2 for known in shelf._stored.values())
 
 
-def test_inside_another_checkpoint_inputs_are_not_put_away(
-    host: ActivationStore,
-) -> None:
+def test_inside_another_checkpoint_inputs_are_not_put_away(host: ActivationStore) -> None:
     one = shelf.size_class(4 * 32 * WIDTH)
 
     def inner(h: torch.Tensor) -> torch.Tensor:
@@ -811,8 +805,10 @@ import os; assert os.listdir({str(tmp_path)!r})
 # ---------------------------------------------------------------------------------- slices on ranks
 
 
-def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
-    """Return the bytes of an odd-sized input at rest, alone and in slices, and whether the
+@pytest.mark.parametrize("tier", ["device", "host"])
+@on_ranks(2)
+def test_ranks_with_equal_inputs_keep_a_slice_each(tier: str) -> None:
+    """Look at the bytes of an odd-sized input at rest, alone and in slices, and whether the
     gradients have equal bits.
     """
     store = ActivationStore(HostStore(CPU), CPU)
@@ -837,16 +833,10 @@ def _partitioned(rank: int, world: int, tier: str) -> dict[str, Any]:
         out["whole"] = out["held"]
         out["same"] = same(plain, run(tier=tier, partition=group))
         out["used"] = store.store.account.peak
-    return out
-
-
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_ranks_with_equal_inputs_keep_a_slice_each(tier: str) -> None:
     one = 4 * 111 * 333
-    for seen in run_ranks(2, _partitioned, tier):
-        assert seen["same"] and seen["whole"] == 4 * one
-        assert 2 * one <= seen["held"] <= 1.13 * 2 * one + 4096, seen
-        assert (seen["used"] > 0) == (tier == "host")
+    assert out["same"] and out["whole"] == 4 * one
+    assert 2 * one <= out["held"] <= 1.13 * 2 * one + 4096, out
+    assert (out["used"] > 0) == (tier == "host")
 
 
 # -------------------------------------------------------------------------------- blocks of a model
@@ -898,9 +888,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights(
     assert uncheckpoint_blocks(twin) == uncheckpoint_blocks(model)
 
 
-def test_a_forward_of_the_blocks_own_is_kept_and_given_back(
-    host: ActivationStore,
-) -> None:
+def test_a_forward_of_the_blocks_own_is_kept_and_given_back(host: ActivationStore) -> None:
     model = make_model()
     own = model.blocks[0].forward
     model.blocks[0].forward = doubled = lambda x: 2 * own(x)
@@ -925,8 +913,9 @@ def _checkpointed() -> Net:
     return model
 
 
-def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
-    """Train with checkpointed blocks; return what differs from torch's DDP without."""
+@on_ranks(2)
+def test_checkpointed_blocks_train_to_ddps_bits_in_every_row(rank: int) -> None:
+    """Train with checkpointed blocks; compare with torch's DDP without."""
     reference = train(rank, "torch-ddp", 3, model=_wide)
     options = {row: {"comm": zs.Comm(transport="shared_memory")} for row in ROWS} | {
         "zero3 on gloo": {"comm": zs.Comm(transport="gloo")}
@@ -938,16 +927,13 @@ def _at_every_row(rank: int, world: int) -> dict[str, list[str]]:
                 rank, name.split()[0], 3, model=_checkpointed, **option
             ).differs_from(reference)
         assert store.most_used == 4 * shelf.size_class(4 * 3 * 8 * 2 * WIDTH), store.most_used
-    return found
+    assert not any(found.values()), found
 
 
-def test_checkpointed_blocks_train_to_ddps_bits_in_every_row() -> None:
-    for found in run_ranks(2, _at_every_row):
-        assert not any(found.values()), found
-
-
-def _switched(rank: int, world: int, transport: str) -> list[list[torch.Tensor]]:
-    """Return losses and weights at stage 3, switched on and off between steps or never."""
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@on_ranks(2)
+def test_blocks_of_a_sharded_model_are_switched_on_and_off(rank: int, transport: str) -> None:
+    """Look at losses and weights at stage 3, switched on and off between steps or never."""
     runs = []
     with using(ActivationStore(HostStore(CPU), CPU)):
         for switches in (False, True):
@@ -971,13 +957,8 @@ def _switched(rank: int, world: int, transport: str) -> list[list[torch.Tensor]]
                 losses.append(loss.detach())
             runs.append(losses + list(engine.full_state_dict(rank0_only=False).values()))
             engine.close()
-    return runs
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_blocks_of_a_sharded_model_are_switched_on_and_off(transport: str) -> None:
-    for plain, switched in run_ranks(2, _switched, transport):
-        assert same(plain, switched)
+    plain, switched = runs
+    assert same(plain, switched)
 
 
 class Scaled(Block):
@@ -999,7 +980,8 @@ def _scaled() -> Net:
     return model
 
 
-def _inside_blocks(rank: int, world: int) -> dict[str, list[str]]:
+@on_ranks(2)
+def test_checkpoints_inside_blocks_find_the_weights_at_every_row(rank: int) -> None:
     reference = train(rank, "torch-ddp", 3, model=_scaled)
     kinds = dict.fromkeys(ROWS, "shared_memory")
     found = {
@@ -1009,12 +991,8 @@ def _inside_blocks(rank: int, world: int) -> dict[str, list[str]]:
         for row in ROWS
     }
     found["zero3 on gloo"] = train(rank, "zero3", 3, model=_scaled, comm=zs.Comm(transport="gloo"))
-    return {kind: run.differs_from(reference) for kind, run in found.items()}
-
-
-def test_checkpoints_inside_blocks_find_the_weights_at_every_row() -> None:
-    for found in run_ranks(2, _inside_blocks):
-        assert not any(found.values()), found
+    found = {kind: run.differs_from(reference) for kind, run in found.items()}
+    assert not any(found.values()), found
 
 
 # ------------------------------------------------------------------------------------- Transformers
@@ -1120,9 +1098,24 @@ def _penalty_and_again(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss, loss * 0.3]
 
 
-def _whole_before_it_leaves(
-    rank: int, world: int, block: type[nn.Module], losses: str, units: bool
-) -> dict[str, list[str]]:
+@pytest.mark.parametrize(
+    ("block", "losses", "units"),
+    [
+        (block, losses, units)
+        for block in (_Two, _NeverCalled)
+        for losses in (
+            *("_two_forwards", "_three_forwards", "_read_ahead"),
+            *("_again", "_penalty_and_again"),
+        )
+        for units in (False, True)
+        # docs/not-tested.md: a module of a unit of its own that nothing calls, and a penalty
+        if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
+    ],
+)
+@on_ranks(2)
+def test_gradients_of_reentrant_checkpoints_are_summed_here_before_they_leave(
+    rank: int, block: type[nn.Module], losses: str, units: bool
+) -> None:
     def backwards(model: nn.Module, reduce: Callable[[], None]) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
         told = globals()[losses](model, x)
@@ -1150,37 +1143,13 @@ def _whole_before_it_leaves(
         model = seeded()
         chosen = {"units": lambda name, module: any(True for _ in module.parameters())}
         engine = zs.shard(
-            model,
-            torch.optim.SGD(model.parameters(), 0.5),
-            policy=row,
-            **(chosen if units else {}),
+            model, torch.optim.SGD(model.parameters(), 0.5), policy=row, **(chosen if units else {})
         )
         backwards(model, lambda: None)
         grads = {name: engine.full_grad(parameter) for name, parameter in model.named_parameters()}
         out[row] = [name for name, grad in grads.items() if not torch.equal(grad, sums[name] / 2)]
         engine.close()
-    return out
-
-
-@pytest.mark.parametrize(
-    ("block", "losses", "units"),
-    [
-        (block, losses, units)
-        for block in (_Two, _NeverCalled)
-        for losses in (
-            *("_two_forwards", "_three_forwards", "_read_ahead"),
-            *("_again", "_penalty_and_again"),
-        )
-        for units in (False, True)
-        # docs/not-tested.md: a module of a unit of its own that nothing calls, and a penalty
-        if (block, losses, units) != (_NeverCalled, "_penalty_and_again", True)
-    ],
-)
-def test_gradients_of_reentrant_checkpoints_are_summed_here_before_they_leave(
-    block: type[nn.Module], losses: str, units: bool
-) -> None:
-    for differing in run_ranks(2, _whole_before_it_leaves, block, losses, units):
-        assert not any(differing.values()), differing
+    assert not any(out.values()), out
 
 
 def test_a_gradient_that_begins_in_a_checkpoint_leaves_before_the_others_come() -> None:
@@ -1216,8 +1185,7 @@ class _BackwardInside(_Within):
 
 
 @pytest.mark.parametrize(
-    ("block", "counted"),
-    [(_Within, [1, 1, 0, 0]), (_BackwardInside, [1, 0, 0, 0])],
+    ("block", "counted"), [(_Within, [1, 1, 0, 0]), (_BackwardInside, [1, 0, 0, 0])]
 )
 def test_forwards_inside_a_unit_that_a_reentrant_checkpoint_will_run_again_are_counted(
     block: type[nn.Module], counted: list[int]

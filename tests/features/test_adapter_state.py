@@ -15,8 +15,8 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.cases import seeded
 from tests.support.endless_link import Endless
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, equal
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import ROWS, equal, take_steps
 from zeroshard.errors import ConfigError, PlanMismatch
 
 WIDTH = 48
@@ -57,9 +57,7 @@ def _sharded(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, zs.Engin
 
 
 def _step(rank: int, number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(*batch(rank, number)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, [number], model, optimizer)
 
 
 def _check(engine: zs.Engine, label: str) -> None:
@@ -130,7 +128,8 @@ def test_part_of_a_state_dict_has_the_numbers_of_the_whole_one(tmp_path: Path) -
     run_ranks(4, _states_of_four)
 
 
-def _under_way(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_part_of_a_state_dict_waits_for_a_step_on_the_host(rank: int) -> None:
     with inside.linked(Endless(overlaps=True)):  # copies end when somebody waits for them
         offload = zs.Offload(grad="host", optimizer="host")
         model, optimizer, engine = _sharded(
@@ -142,11 +141,8 @@ def _under_way(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_part_of_a_state_dict_waits_for_a_step_on_the_host() -> None:
-    run_ranks(2, _under_way)
-
-
-def _repartitioned(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_part_of_a_state_dict_follows_a_repartition(rank: int) -> None:
     model, optimizer, engine = _sharded(stage=3)
     runs: list[dict[str, Any]] = [
         {"offload": zs.Offload(weight="host", grad="host", optimizer="host")},
@@ -162,11 +158,8 @@ def _repartitioned(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_part_of_a_state_dict_follows_a_repartition() -> None:
-    run_ranks(2, _repartitioned)
-
-
-def _bytes(rank: int, world: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_an_adapter_is_gathered_without_its_base(rank: int) -> None:
     model, optimizer, engine = _sharded(stage=3, comm=zs.Comm(transport="gloo"))
     _step(rank, 0, model, optimizer)
     received = []
@@ -175,17 +168,16 @@ def _bytes(rank: int, world: int) -> tuple[int, int]:
         engine.full_state_dict(**options)
         received.append(engine.traffic().total)
     engine.close()
-    return received[0], received[1]
-
-
-def test_an_adapter_is_gathered_without_its_base() -> None:
     adapter = 3 * 2 * 2 * WIDTH * 4  # bytes in fp32
-    for part, whole in run_ranks(2, _bytes):
-        assert whole > 3 * WIDTH * WIDTH * 4 / 2
-        assert adapter / 2 <= part < adapter + 1024 < whole / 5
+    part, whole = received[0], received[1]
+    assert whole > 3 * WIDTH * WIDTH * 4 / 2
+    assert adapter / 2 <= part < adapter + 1024 < whole / 5
 
 
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_names_that_match_nothing_or_differ_between_ranks_are_refused_on_every_rank(
+    rank: int,
+) -> None:
     _, _, engine = _sharded(stage=3)
     with pytest.raises(ConfigError, match=r"'\*\.lora_\*' matches no name of the _Model's"):
         engine.full_state_dict(names="*.lora_*")
@@ -195,7 +187,3 @@ def _refused(rank: int, world: int) -> None:
         engine.full_state_dict(names=["*.up.*"] if rank else ["*.down.*"])
     assert len(engine.full_state_dict(rank0_only=False, trained=True)) == 6
     engine.close()
-
-
-def test_names_that_match_nothing_or_differ_between_ranks_are_refused_on_every_rank() -> None:
-    run_ranks(2, _refused)

@@ -14,8 +14,18 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, TRANSPORTS, Net, Routed, batch, make_model, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import (
+    ROWS,
+    TRANSPORTS,
+    Net,
+    Routed,
+    batch,
+    final_state,
+    make_model,
+    make_sharded,
+    two_groups,
+)
 from zeroshard import PlanMismatch
 from zeroshard.runtime.decisions import Decisions
 
@@ -152,7 +162,10 @@ def _load_of_another_step(
     optimizer.step()
 
 
-def _no_sync_of_one_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_no_sync_that_ranks_disagree_about_trains_where_each_micro_batch_is_reduced(
+    rank: int,
+) -> None:
     for row in ("zero2", "zero3"):
         told = []
         for inside in ((0, 1), (0,)):
@@ -166,13 +179,8 @@ def _no_sync_of_one_rank(rank: int, world: int) -> None:
                 _backward(rank, model, 1)
                 optimizer.step()
                 optimizer.zero_grad()
-            told.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            told.append(final_state(model, engine))
         assert all(torch.equal(value, told[1][name]) for name, value in told[0].items()), row
-
-
-def test_a_no_sync_that_ranks_disagree_about_trains_where_each_micro_batch_is_reduced() -> None:
-    run_ranks(2, _no_sync_of_one_rank)
 
 
 CASES: dict[Step, str] = {
@@ -235,20 +243,24 @@ def _cases(row: str) -> list[Step]:
     return [case for case in CASES if case is not _micro_batches or row in ("ddp", "zero1")]
 
 
-def _differs(rank: int, world: int, row: str, transport: str) -> dict[str, str]:
-    """Return what every case says on this rank, in the second step of a run; afterwards all go
-    on.
+@pytest.mark.parametrize(
+    ("row", "transport"),
+    [
+        ("zero1", "shared_memory"),
+        ("zero3", "gloo"),
+        pytest.param("ddp", "gloo", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=90)
+def test_a_decision_that_differs_between_ranks_is_told_on_every_rank_with_both_values(
+    rank: int, row: str, transport: str
+) -> None:
+    """Look at what every case says on this rank, in the second step of a run; afterwards all
+    go on.
     """
     said = {}
     for case in _cases(row):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            comm=zs.Comm.model_validate({"transport": transport}),
-        )
+        model, optimizer, engine = make_sharded(row, transport)
         _backward(rank, model)
         optimizer.step()
         optimizer.zero_grad()
@@ -258,23 +270,8 @@ def _differs(rank: int, world: int, row: str, transport: str) -> dict[str, str]:
         except PlanMismatch as error:
             said[case.__name__] = str(error)
         engine.close()
-    return said
-
-
-@pytest.mark.parametrize(
-    ("row", "transport"),
-    [
-        ("zero1", "shared_memory"),
-        ("zero3", "gloo"),
-        pytest.param("ddp", "gloo", marks=pytest.mark.slow),
-    ],
-)
-def test_a_decision_that_differs_between_ranks_is_told_on_every_rank_with_both_values(
-    row: str, transport: str
-) -> None:
-    for said in run_ranks(2, _differs, row, transport, timeout=90):
-        for case in _cases(row):
-            assert re.search(CASES[case], said[case.__name__]), (case.__name__, said[case.__name__])
+    for case in _cases(row):
+        assert re.search(CASES[case], said[case.__name__]), (case.__name__, said[case.__name__])
 
 
 # -------------------------------------------------------------------------- programs that are right
@@ -335,7 +332,11 @@ def _cleared(model: Net, optimizer: torch.optim.Optimizer, how: str) -> None:
         optimizer.zero_grad(set_to_none=how != "to zeros")
 
 
-def _alike(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2, timeout=90)
+def test_ranks_that_use_different_parameters_and_clear_all_they_have_are_not_refused(
+    rank: int, transport: str
+) -> None:
     """Each rank uses other parameters, and clears all it has, between micro-batches and after
     the step: nobody is refused.
     """
@@ -345,10 +346,7 @@ def _alike(rank: int, world: int, transport: str) -> None:
             model = Routed()
             optimizer = two_groups(model)
             engine = zs.shard(
-                model,
-                optimizer,
-                policy=row,
-                comm=zs.Comm.model_validate({"transport": transport}),
+                model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
             )
             route = ((0,), (0, 1, 2))[rank]
             for step in range(2):
@@ -363,13 +361,6 @@ def _alike(rank: int, world: int, transport: str) -> None:
                 optimizer.step()
                 _cleared(model, optimizer, how)
             engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_use_different_parameters_and_clear_all_they_have_are_not_refused(
-    transport: str,
-) -> None:
-    run_ranks(2, _alike, transport, timeout=90)
 
 
 # ------------------------------------------------------------------------------------ what it costs

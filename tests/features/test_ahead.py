@@ -14,8 +14,8 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
-from tests.support.training import batch, make_model, two_groups
+from tests.support.harness import on_ranks
+from tests.support.training import batch, make_model, make_sharded
 from zeroshard.core.residency import UnitState
 
 
@@ -42,7 +42,12 @@ def _on_its_way(engine: zs.Engine) -> int:
     return sum(unit.residency.state is not UnitState.RESTING for unit in inside.units(engine))
 
 
-def _serve(rank: int, world: int, change: Callable[[zs.Engine, nn.Module], None]) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("change", [_sleeps, _moves, _edits])
+@on_ranks()
+def test_units_that_are_ahead_give_the_numbers_that_rest_then(
+    rank: int, world: int, change: Callable[[zs.Engine, nn.Module], None]
+) -> None:
     """Without an optimizer, the last units of a forward start the reads of the next one."""
     x, plain, model = batch(rank, 0)[0], make_model(), make_model()
     engine = zs.shard(model, None, policy="zero3", offload=zs.Offload(weight="host"))
@@ -59,21 +64,11 @@ def _serve(rank: int, world: int, change: Callable[[zs.Engine, nn.Module], None]
     engine.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("change", [_sleeps, _moves, _edits])
-def test_units_that_are_ahead_give_the_numbers_that_rest_then(
-    change: Callable[[zs.Engine, nn.Module], None], world: int
-) -> None:
-    run_ranks(world, _serve, change)
-
-
 def _train(row: str, disturb: Callable[[zs.Engine, Any, nn.Module], None] | None, rank: int) -> Any:
     """Train three steps; between them an evaluation ends early, by an exception in its loss, so
     that what its forward has left is still here; `disturb` comes then.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, prefetch_bytes=1 << 20)
+    model, optimizer, engine = make_sharded(row, prefetch_bytes=1 << 20)
     ema = zs.EMA(engine, decay=0.5)
     for step in range(3):
         x, y = batch(rank, step)
@@ -99,23 +94,19 @@ def _sleeps_in_between(engine: zs.Engine, ema: Any, model: nn.Module) -> None:
     engine.reload_states()
 
 
-def _disturbed(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["zero1", "zero3", "zero3-keep"])
+@on_ranks(2)
+def test_averages_and_sleep_between_passes_change_no_bit(rank: int, row: str) -> None:
     expected = _train(row, None, rank)
     for disturb in (_looks_at_the_average, _sleeps_in_between):
         found = _train(row, disturb, rank)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), disturb
 
 
-@pytest.mark.parametrize("row", ["zero1", "zero3", "zero3-keep"])
-def test_averages_and_sleep_between_passes_change_no_bit(row: str) -> None:
-    run_ranks(2, _disturbed, row)
-
-
-def _inside(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_inside_a_forward_they_are_refused_and_training_goes_on(rank: int) -> None:
     """A block asks from within its forward, when the unit before it is idle."""
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero3")
+    model, optimizer, engine = make_sharded()
     ema = zs.EMA(engine, decay=0.5)
     told: list[str] = []
 
@@ -138,7 +129,3 @@ def _inside(rank: int, world: int) -> None:
     assert len(told) == 3 and all("between steps" in text or "inside" in text for text in told), (
         told
     )
-
-
-def test_inside_a_forward_they_are_refused_and_training_goes_on() -> None:
-    run_ranks(2, _inside)

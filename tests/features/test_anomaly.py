@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.features.test_experts import _batch, _mesh, _sharded
 from tests.support.experts import Stacked
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, Block, Net, batch, equal, two_groups
 from zeroshard.errors import StateError
 
@@ -93,7 +93,8 @@ def test_the_module_that_made_the_first_nan_is_named_on_every_rank(row: str) -> 
         )
 
 
-def _spare(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_a_module_that_was_not_called_is_not_gathered_to_be_looked_at(rank: int) -> None:
     torch.manual_seed(0)
     model = _Odd()
     model.spare = nn.Linear(8, 8)  # whose weights rest, and come by a gather of both ranks
@@ -104,12 +105,8 @@ def _spare(rank: int, world: int) -> str:
         engine.backward(model(torch.randn(2, 8)))
     engine.reset()
     engine.close()
-    return str(caught.value)
-
-
-def test_a_module_that_was_not_called_is_not_gathered_to_be_looked_at() -> None:
-    for told in run_ranks(2, _spare):
-        assert "'(the model itself)' (_Odd) has nan; its inputs and its own parameters are" in told
+    told = str(caught.value)
+    assert "'(the model itself)' (_Odd) has nan; its inputs and its own parameters are" in told
 
 
 # ------------------------------------------------------------------------------- beside the others

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.features.test_clipping import Branches
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, Net, Run, batch, final_state, make_model, two_groups
 from zeroshard.errors import PlanMismatch, StateError
 
@@ -293,7 +293,12 @@ def test_an_assigned_gradient_is_stepped_or_reduced_as_ddp_does(how: str) -> Non
         assert not any(differences.values()), differences
 
 
-def _frozen_with_gradient(rank: int, world: int, row: str, everywhere: bool) -> list[str]:
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(
+    rank: int, row: str, everywhere: bool
+) -> None:
     model = make_model(layers=2)
     frozen = model.blocks[1].up.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -313,16 +318,9 @@ def _frozen_with_gradient(rank: int, world: int, row: str, everywhere: bool) -> 
         optimizer.step()
         optimizer.zero_grad()
     engine.close()
-    return told
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(row: str, everywhere: bool) -> None:
     kind = "StateError" if everywhere else "PlanMismatch"
-    for told in run_ranks(2, _frozen_with_gradient, row, everywhere):
-        assert len(told) == 2
-        assert all(text.startswith(kind) and "blocks.1.up.weight" in text for text in told), told
+    assert len(told) == 2
+    assert all(text.startswith(kind) and "blocks.1.up.weight" in text for text in told), told
 
 
 HOST = zs.Offload(grad="host", optimizer="host")
@@ -334,18 +332,19 @@ def test_an_assigned_gradient_rests_on_the_host_where_others_do(how: str) -> Non
         assert not any(differences.values()), differences
 
 
-def _three(rank: int, world: int) -> list[str]:
+@on_ranks(3)
+def test_an_assigned_gradient_is_stepped_to_the_bit_on_three_ranks(rank: int) -> None:
     """Three ranks: a sum of three divided by three need not be the tensor that was assigned."""
     reference = _trained(rank, "torch-ddp", _all_are_changed)
-    return _trained(rank, "zero2", _all_are_changed).differs_from(reference)
+    found = _trained(rank, "zero2", _all_are_changed).differs_from(reference)
+    assert found == []
 
 
-def test_an_assigned_gradient_is_stepped_to_the_bit_on_three_ranks() -> None:
-    # sums of three gradients may differ in the last bit, their signs do not
-    assert run_ranks(3, _three) == [[]] * 3
-
-
-def _unused(rank: int, world: int, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_gradients_are_assigned_to_parameters_that_some_or_no_ranks_use(
+    rank: int, when: str
+) -> None:
     states = {}
     for kind in ("torch-ddp", *ROWS):
         torch.manual_seed(0)
@@ -378,15 +377,12 @@ def _unused(rank: int, world: int, when: str) -> None:
             torch.testing.assert_close(states[row][name], value, msg=f"{row} {name}")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_gradients_are_assigned_to_parameters_that_some_or_no_ranks_use(when: str) -> None:
-    run_ranks(2, _unused, when)
-
-
 # ---------------------------------------------------------------------------- fp16
 
 
-def _scaled(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_an_assigned_gradient_is_that_of_the_unscaled_loss_in_fp16(rank: int, row: str) -> None:
     """The same steps in fp32 and, with a loss scale, in fp16."""
     states = {}
     for precision in ("fp32", "fp16"):
@@ -405,12 +401,9 @@ def _scaled(rank: int, world: int, row: str) -> None:
         torch.testing.assert_close(states["fp16"][name].float(), value, rtol=1e-2, atol=5e-3)
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_an_assigned_gradient_is_that_of_the_unscaled_loss_in_fp16(row: str) -> None:
-    run_ranks(2, _scaled, row)
-
-
-def _without_a_backward_in_fp16(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_step_without_a_backward_in_fp16_needs_no_scaled_loss(rank: int, row: str) -> None:
     """And a backward after it that adds to what was stepped."""
     job = _job(rank, row, precision="fp16")
     assert job.engine is not None
@@ -428,15 +421,13 @@ def _without_a_backward_in_fp16(rank: int, world: int, row: str) -> None:
     job.engine.close()
 
 
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_a_step_without_a_backward_in_fp16_needs_no_scaled_loss(row: str) -> None:
-    run_ranks(2, _without_a_backward_in_fp16, row)
-
-
 # ---------------------------------------------------------------------------- weights
 
 
-def _weighed(rank: int, world: int, row: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["weight", "batch_shares"])
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@on_ranks(2)
+def test_an_assigned_gradient_counts_as_the_loss_of_its_rank(rank: int, row: str, how: str) -> None:
     """Alike on all ranks, it adds what it is to the gradient, whatever the losses count."""
     shares = [0.25, 0.75] if how == "batch_shares" else None
     job = _job(rank, row, batch_shares=shares)
@@ -460,12 +451,6 @@ def _weighed(rank: int, world: int, row: str, how: str) -> None:
             job.engine.accumulate([0, 1], lambda step: job.model(*batch(rank, step)))
         job.engine.reset()
     job.engine.close()
-
-
-@pytest.mark.parametrize("how", ["weight", "batch_shares"])
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_an_assigned_gradient_counts_as_the_loss_of_its_rank(row: str, how: str) -> None:
-    run_ranks(2, _weighed, row, how)
 
 
 # ---------------------------------------------------------------------------- refusals

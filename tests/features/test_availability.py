@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.training import State, batch, make_model, two_groups
+from tests.support.harness import on_ranks
+from tests.support.training import State, batch, final_state, make_model, two_groups
 from zeroshard.runtime.engine import states_of
 
 DECAY = 0.5
@@ -181,9 +181,17 @@ def _differences(one: dict[str, State], other: dict[str, State]) -> list[str]:
     ]
 
 
-def _is_refused(rank: int, world: int, path: str, options: dict[str, Any]) -> None:
-    expected = Run(rank, f"{path}/undisturbed", **options).end()
-    run = Run(rank, f"{path}/away", **options)
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {"stage": 1}), (2, {"stage": 1}), (2, {"stage": 3, "precision": "bf16"})],
+    ids=["one rank", "zero1", "zero3 bf16"],
+)
+@on_ranks(timeout=60)
+def test_what_needs_trained_numbers_is_refused_while_they_are_away_or_swapped(
+    rank: int, world: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = Run(rank, f"{tmp_path}/undisturbed", **options).end()
+    run = Run(rank, f"{tmp_path}/away", **options)
     run.engine.offload_states()
     refused = {**TRAINED, **READING}
     del refused["engine.offload_states"]  # it says again how many bytes are away
@@ -193,7 +201,7 @@ def _is_refused(rank: int, world: int, path: str, options: dict[str, Any]) -> No
     run.engine.reload_states()
     assert not _differences(run.end(), expected)
 
-    run = Run(rank, f"{path}/swapped", **options)
+    run = Run(rank, f"{tmp_path}/swapped", **options)
     with run.ema.swapped():
         for name, told in _told(
             run, {**TRAINED, "engine.close": lambda r: r.engine.close()}
@@ -204,18 +212,8 @@ def _is_refused(rank: int, world: int, path: str, options: dict[str, Any]) -> No
     assert not _differences(run.end(), expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [(1, {"stage": 1}), (2, {"stage": 1}), (2, {"stage": 3, "precision": "bf16"})],
-    ids=["one rank", "zero1", "zero3 bf16"],
-)
-def test_what_needs_trained_numbers_is_refused_while_they_are_away_or_swapped(
-    world: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    run_ranks(world, _is_refused, str(tmp_path), options, timeout=60)
-
-
-def _refused_with_gradients(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_gradients_that_rest_outlast_what_is_refused(rank: int) -> None:
     """Gradients that rest from before are neither lost nor clipped."""
     states = []
     for disturbed in (False, True):
@@ -233,10 +231,5 @@ def _refused_with_gradients(rank: int, world: int) -> None:
                     call()
             engine.reload_states()
         optimizer.step()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-
-
-def test_gradients_that_rest_outlast_what_is_refused() -> None:
-    run_ranks(2, _refused_with_gradients)

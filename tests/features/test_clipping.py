@@ -8,24 +8,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
     batch,
+    final_state,
     make_model,
     train,
     two_groups,
 )
-
-
-def _clipped(
-    rank: int, world: int, precision: str, steps: int
-) -> tuple[dict[str, list[str]], list[list[float]]]:
-    runs = {row: train(rank, row, steps, clip=0.05, precision=precision) for row in ROWS}
-    return {row: run.differs_from(runs["ddp"]) for row, run in runs.items()}, [
-        run.extra["norms"] for run in runs.values()
-    ]
 
 
 @pytest.mark.parametrize(
@@ -44,11 +36,18 @@ def _clipped(
         ),
     ],
 )
-def test_clipping_and_precision_keep_the_rows_equal(world: int, precision: str, steps: int) -> None:
-    for differences, norms in run_ranks(world, _clipped, precision, steps, timeout=100):
-        assert not any(differences.values()), differences
-        assert all(series == norms[0] for series in norms)
-        assert max(norms[0]) > 0.05
+@on_ranks(timeout=100)
+def test_clipping_and_precision_keep_the_rows_equal(
+    rank: int, world: int, precision: str, steps: int
+) -> None:
+    runs = {row: train(rank, row, steps, clip=0.05, precision=precision) for row in ROWS}
+    differences, norms = (
+        {row: run.differs_from(runs["ddp"]) for row, run in runs.items()},
+        [run.extra["norms"] for run in runs.values()],
+    )
+    assert not any(differences.values()), differences
+    assert all(series == norms[0] for series in norms)
+    assert max(norms[0]) > 0.05
 
 
 class Branches(nn.Module):
@@ -64,7 +63,11 @@ class Branches(nn.Module):
         return h.square().mean()
 
 
-def _clipped_branches(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_clipping_counts_and_keeps_gradients_that_only_other_ranks_have(
+    rank: int, transport: str
+) -> None:
     states = {}
     # two-sided gathers need the same units on every rank
     rows = ["ddp", "zero1", "zero2"] + ["zero3"] * (transport == "shared_memory")
@@ -101,11 +104,6 @@ def _clipped_branches(rank: int, world: int, transport: str) -> None:
         assert all(torch.equal(states[row][name], states["ddp"][name]) for row in rows), name
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_clipping_counts_and_keeps_gradients_that_only_other_ranks_have(transport: str) -> None:
-    run_ranks(2, _clipped_branches, transport)
-
-
 def test_clipping_a_gradient_that_is_not_finite_skips_the_step() -> None:
     model = make_model()
     optimizer = two_groups(model)
@@ -119,7 +117,9 @@ def test_clipping_a_gradient_that_is_not_finite_skips_the_step() -> None:
     engine.close()
 
 
-def _clipped_by_option(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero2"])
+@on_ranks(2)
+def test_reading_the_norm_leaves_the_clip_of_the_step_to_the_option(rank: int, row: str) -> None:
     states, big = [], 1e9
     for reads in (False, True):
         model = make_model()
@@ -133,12 +133,6 @@ def _clipped_by_option(rank: int, world: int, row: str) -> None:
                 engine.clip_grad_norm_(big)  # this step's own, in the place of the option
             optimizer.step()
             optimizer.zero_grad()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     read, plain = states[1], states[0]
     assert all(torch.equal(read[name], value) for name, value in plain.items())
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero2"])
-def test_reading_the_norm_leaves_the_clip_of_the_step_to_the_option(row: str) -> None:
-    run_ranks(2, _clipped_by_option, row)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import State, batch, differences, make_model, take_steps, two_groups
 from zeroshard.optim.runner import TileRunner
 
@@ -128,12 +128,16 @@ def _slow_host() -> Iterator[None]:
         yield
 
 
-def _closed(rank: int, world: int, name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", WAYS)
+@on_ranks(2, timeout=60)
+def test_close_gives_the_masters_of_a_plain_run_back_and_gathers_no_others(
+    rank: int, name: str, tmp_path: Path
+) -> None:
     gathered, way = [], WAYS[name]
     for precision in ("bf16", "fp32"):
-        expected = _masters(way, rank, precision, folder)
+        expected = _masters(way, rank, precision, tmp_path)
         with _slow_host():
-            model, engine, kept = _trained(way, rank, precision, folder)
+            model, engine, kept = _trained(way, rank, precision, tmp_path)
             way.before(engine)
             engine.reset_traffic()
             engine.close()
@@ -145,10 +149,3 @@ def _closed(rank: int, world: int, name: str, folder: Path) -> None:
         model(*batch(rank, 7)).backward()  # it is a plain model
     if engine.policy.name == "zero3" and not way.frozen:
         assert gathered[0] == gathered[1] > 0, "bf16 weights are gathered beside the masters"
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_close_gives_the_masters_of_a_plain_run_back_and_gathers_no_others(
-    name: str, tmp_path: Path
-) -> None:
-    run_ranks(2, _closed, name, tmp_path, timeout=60)

@@ -12,11 +12,12 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     Net,
     batch,
     bytes_between_nodes,
+    final_state,
     make_model,
     one_step,
     take_steps,
@@ -38,7 +39,14 @@ WIDTH = 64
 # ------------------------------------------------------------------------------------------ weights
 
 
-def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict[str, bool]:
+@pytest.mark.parametrize(
+    ("name", "row", "precision"),
+    [("int8", "hpz", "fp32"), ("int4", "zero3", "fp32"), ("fp8", "hpz", "bf16")],
+)
+@on_ranks(4, timeout=60)
+def test_weights_travel_encoded_and_masters_stay(
+    rank: int, name: str, row: str, precision: str
+) -> None:
     """Look at the weights that a forward computes with, and at what rests."""
     model = make_model(width=WIDTH)
     given = {key: value.clone() for key, value in model.state_dict().items()}
@@ -62,9 +70,8 @@ def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict
     loss.backward()
     with engine.gathered():
         shown = torch.equal(block.up.weight, exact)
-    whole = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return {
+    whole = final_state(model, engine)
+    seen = {
         "the forward computes with decoded weights": in_forward,
         "so does the backward": torch.equal(backward["up"], decoded.view_as(exact)),
         "gathered() shows what rests": shown,
@@ -75,31 +82,20 @@ def _weights(rank: int, world: int, name: str, row: str, precision: str) -> dict
             torch.equal(value, given[key]) for key, value in model.state_dict().items()
         ),
     }
+    assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "precision"),
-    [("int8", "hpz", "fp32"), ("int4", "zero3", "fp32"), ("fp8", "hpz", "bf16")],
-)
-def test_weights_travel_encoded_and_masters_stay(name: str, row: str, precision: str) -> None:
-    for seen in run_ranks(4, _weights, name, row, precision, timeout=60):
-        assert all(seen.values()), seen
-
-
-def _edited(rank: int, world: int) -> list[str]:
+@on_ranks(2, timeout=30)
+def test_an_edit_writes_back_what_rests_and_not_what_was_decoded() -> None:
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     engine = zs.shard(model, two_groups(model), comm=zs.Comm(weight_codec="int4"))
     with engine.gathered(writeback=True), torch.no_grad():
         model.head.weight.add_(1.0)
-    after = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    after = final_state(model, engine)
     before["head.weight"] += 1.0
-    return [key for key, value in before.items() if not torch.equal(value, after[key])]
-
-
-def test_an_edit_writes_back_what_rests_and_not_what_was_decoded() -> None:
-    assert run_ranks(2, _edited, timeout=30) == [[], []]
+    found = [key for key, value in before.items() if not torch.equal(value, after[key])]
+    assert found == []
 
 
 # --------------------------------------------------------------------------- frozen weights at rest
@@ -127,7 +123,10 @@ class Adapted(Net):
         )
 
 
-def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
+@on_ranks(2, timeout=60)
+def test_frozen_weights_rest_encoded_and_checkpoints_read_and_write_them(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     coder = codec("int8")
     sizes, states, losses = {}, {}, {}
     for name, comm, rounded in (
@@ -153,19 +152,19 @@ def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
             optimizer.step()
             optimizer.zero_grad()
             if step == 1 and name == "encoded":
-                zs.save(path, engine, step=2)
+                zs.save(tmp_path, engine, step=2)
         num_bytes, numel = inside.frozen_bytes_and_numel(engine)
         sizes[name] = num_bytes / (numel / world)
         states[name] = engine.full_state_dict(rank0_only=False)
         if name == "encoded":
-            zs.load(path, engine)
+            zs.load(tmp_path, engine)
             states["loaded"] = {
                 key: value
                 for key, value in engine.full_state_dict(rank0_only=False).items()
                 if "adapters" not in key
             }
         engine.close()
-    return {
+    seen = {
         "bytes": sizes,
         "losses are equal": losses["encoded"] == losses["rounded"],
         "differ": [
@@ -179,15 +178,8 @@ def _frozen(rank: int, world: int, path: str) -> dict[str, object]:
             if not torch.equal(value, states["encoded"][key])
         ],
     }
-
-
-def test_frozen_weights_rest_encoded_and_checkpoints_read_and_write_them(tmp_path: Path) -> None:
-    for seen in run_ranks(2, _frozen, str(tmp_path), timeout=60):
-        assert seen["bytes"] == {
-            "encoded": pytest.approx(1 + 4 / 256),
-            "rounded": pytest.approx(4.0),
-        }
-        assert seen["losses are equal"] and seen["differ"] == [] and seen["loaded"] == []
+    assert seen["bytes"] == {"encoded": pytest.approx(1 + 4 / 256), "rounded": pytest.approx(4.0)}
+    assert seen["losses are equal"] and seen["differ"] == [] and seen["loaded"] == []
 
 
 # ---------------------------------------------------------------------------------------- gradients
@@ -243,7 +235,8 @@ def test_a_gradient_is_off_by_what_the_codec_states(levels: bool) -> None:
             )
 
 
-def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
+@on_ranks(4, timeout=30)
+def test_what_is_not_finite_is_never_hidden(rank: int) -> None:
     """One rank's gradient is Inf once: the step is skipped on every rank."""
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -259,14 +252,10 @@ def _overflow(rank: int, world: int) -> tuple[int, list[str]]:
     skipped = engine.skipped_steps if hasattr(engine, "skipped_steps") else 1
     after = engine.full_state_dict(rank0_only=False)
     take_steps(rank, 2, model, optimizer)
-    last = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    last = final_state(model, engine)
     changed = [key for key, value in before.items() if not torch.equal(value, after[key])]
-    return skipped, changed + [key for key, value in last.items() if not value.isfinite().all()]
-
-
-def test_what_is_not_finite_is_never_hidden() -> None:
-    assert run_ranks(4, _overflow, timeout=30) == [(1, [])] * 4
+    found = skipped, changed + [key for key, value in last.items() if not value.isfinite().all()]
+    assert found == (1, [])
 
 
 # ----------------------------------------------------------------------------------- error feedback
@@ -306,8 +295,9 @@ def test_error_feedback_keeps_what_encoding_takes() -> None:
     )
 
 
-def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of the residual before and after what makes it stale."""
+@on_ranks(2, timeout=60)
+def test_the_residual_is_forgotten_where_it_is_of_other_gradients(rank: int) -> None:
+    """Look at the bytes of the residual before and after what makes it stale."""
 
     def train(engine: zs.Engine, steps: int, factor: float = 1.0) -> int:
         for step in range(steps):
@@ -332,14 +322,9 @@ def _held_residuals(rank: int, world: int) -> dict[str, tuple[int, int]]:
                 train(engine, 1, factor=1.0 if event == "a good step" else float("inf")),
             )
         engine.close()
-    return out
-
-
-def test_the_residual_is_forgotten_where_it_is_of_other_gradients() -> None:
-    for seen in run_ranks(2, _held_residuals, timeout=60):
-        (before, after), *stale = seen["a good step"], seen["reset"], seen["another loss scale"]
-        assert before == after > 0
-        assert stale == [(before, 0)] * 2
+    (before, after), *stale = out["a good step"], out["reset"], out["another loss scale"]
+    assert before == after > 0
+    assert stale == [(before, 0)] * 2
 
 
 # ------------------------------------------------------------------------------------------ traffic
@@ -427,7 +412,8 @@ def test_training_with_everything_encoded_follows_the_exact_run() -> None:
 # ------------------------------------------------------------------------------------------- misuse
 
 
-def _one_node(rank: int, world: int) -> list[str]:
+@on_ranks(2, timeout=30)
+def test_what_has_no_effect_on_one_node_is_refused() -> None:
     out = []
     for options in (
         {"hierarchical": True},
@@ -438,17 +424,13 @@ def _one_node(rank: int, world: int) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             zs.shard(model, two_groups(model), comm=options)
         out.append(str(caught.value))
-    return out
-
-
-def test_what_has_no_effect_on_one_node_is_refused() -> None:
-    for levels, hop, same in run_ranks(2, _one_node, timeout=30):
-        assert (
-            levels
-            == same
-            == "comm.hierarchical=True has no effect: all 2 ranks are one node; set comm.node_size"
-        )
-        assert hop.startswith("comm.grad_codec='bf16' rounds sums over one node")
+    levels, hop, same = out
+    assert (
+        levels
+        == same
+        == "comm.hierarchical=True has no effect: all 2 ranks are one node; set comm.node_size"
+    )
+    assert hop.startswith("comm.grad_codec='bf16' rounds sums over one node")
 
 
 def test_parameters_that_a_codec_cannot_take_are_named() -> None:

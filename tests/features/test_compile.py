@@ -17,10 +17,11 @@ from torch._dynamo.exc import Unsupported
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -30,16 +31,61 @@ from tests.support.training import (
 LAYERS = 12  # Dynamo gives a forward up that it has compiled eight times
 
 
-def _compiled(rank: int, world: int, transport: str, row: str) -> None:
+BESIDE: dict[str, dict[str, Any]] = {
+    "accumulate": {},
+    "join": {},
+    "offload": {"offload": zs.Offload(weight="host", grad="host", optimizer="host")},
+}
+
+
+def _loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch(rank, number))
+    return loss
+
+
+@pytest.mark.parametrize("what", BESIDE)
+@on_ranks(2, timeout=120)
+def test_compiled_blocks_train_to_the_same_bits_beside(rank: int, what: str) -> None:
+    """Train with and without compiled blocks in the loop that `what` says."""
+    states = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, optimizer, engine = make_sharded(model=make_model(layers=2), **BESIDE[what])
+        for block in model.blocks if compiled else ():
+            forward: Any = torch.compile(block.forward, backend="aot_eager")
+            block.forward = forward
+        if what == "accumulate":
+            for step in range(2):
+                engine.accumulate(range(2 * step, 2 * step + 2), partial(_loss, model, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            with engine.join() if what == "join" else nullcontext():
+                take_steps(rank, 2 + (rank if what == "join" else 0), model, optimizer)
+        assert (torch._dynamo.utils.counters["frames"]["ok"] > 0) is compiled
+        states.append(final_state(model, engine))
+    torch._dynamo.reset()
+    assert not (found := differences(*states)), found
+
+
+@pytest.mark.parametrize(
+    ("transport", "row"),
+    [
+        ("shared_memory", "zero3"),
+        pytest.param("gloo", "zero3", marks=pytest.mark.slow),
+        pytest.param("shared_memory", "zero1", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=120)
+def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(
+    rank: int, transport: str, row: str
+) -> None:
     losses: dict[bool, list[float]] = {}
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = make_model(layers=LAYERS)
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-        )
+        model, optimizer, engine = make_sharded(row, transport, model=make_model(layers=LAYERS))
         events: list[tuple[str, str]] = []
         if compiled:
             for block in model.blocks:
@@ -67,62 +113,6 @@ def _compiled(rank: int, world: int, transport: str, row: str) -> None:
         engine.close()
     torch._dynamo.reset()
     assert losses[True] == losses[False]
-
-
-BESIDE: dict[str, dict[str, Any]] = {
-    "accumulate": {},
-    "join": {},
-    "offload": {"offload": zs.Offload(weight="host", grad="host", optimizer="host")},
-}
-
-
-def _loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(*batch(rank, number))
-    return loss
-
-
-def _beside(rank: int, world: int, what: str) -> None:
-    """Train with and without compiled blocks in the loop that `what` says."""
-    states = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        model, optimizer, engine = make_sharded(model=make_model(layers=2), **BESIDE[what])
-        for block in model.blocks if compiled else ():
-            forward: Any = torch.compile(block.forward, backend="aot_eager")
-            block.forward = forward
-        if what == "accumulate":
-            for step in range(2):
-                engine.accumulate(range(2 * step, 2 * step + 2), partial(_loss, model, rank))
-                optimizer.step()
-                optimizer.zero_grad()
-        else:
-            with engine.join() if what == "join" else nullcontext():
-                take_steps(rank, 2 + (rank if what == "join" else 0), model, optimizer)
-        assert (torch._dynamo.utils.counters["frames"]["ok"] > 0) is compiled
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
-    torch._dynamo.reset()
-    assert not (found := differences(*states)), found
-
-
-@pytest.mark.parametrize("what", BESIDE)
-def test_compiled_blocks_train_to_the_same_bits_beside(what: str) -> None:
-    run_ranks(2, _beside, what, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("transport", "row"),
-    [
-        ("shared_memory", "zero3"),
-        pytest.param("gloo", "zero3", marks=pytest.mark.slow),
-        pytest.param("shared_memory", "zero1", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_blocks_train_to_the_same_numbers_without_compiling_again(
-    transport: str, row: str
-) -> None:
-    run_ranks(2, _compiled, transport, row, timeout=120)
 
 
 # How a model is compiled, given what compiles; each returns what is called.
@@ -201,7 +191,12 @@ def _plain_graphs(way: str) -> int:
     return _train(0, None, way, first=True)[1]
 
 
-def _in_every_way(rank: int, world: int, row: str, precision: str) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("row", "precision"), [("zero1", "bf16"), ("zero3", "fp32")])
+@on_ranks(2, timeout=600)
+def test_blocks_and_the_model_are_compiled_in_any_way_before_and_after_shard(
+    rank: int, row: str, precision: str
+) -> None:
     expected, _ = _train(rank, row, None, first=False, precision=precision)
     first = rank == 0  # rank 1 after shard(): both make the same exchanges
     for way in WAYS:
@@ -212,14 +207,6 @@ def _in_every_way(rank: int, world: int, row: str, precision: str) -> None:
             assert graphs == plain, (way, first, graphs)
         # its graphs end where a unit begins and ends, and like ones are compiled once
         assert 0 < graphs <= plain + 4, (way, first, graphs)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("row", "precision"), [("zero1", "bf16"), ("zero3", "fp32")])
-def test_blocks_and_the_model_are_compiled_in_any_way_before_and_after_shard(
-    row: str, precision: str
-) -> None:
-    run_ranks(2, _in_every_way, row, precision, timeout=600)
 
 
 def test_one_graph_around_weights_that_are_gathered_is_refused_with_the_remedy() -> None:

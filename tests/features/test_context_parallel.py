@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,12 +13,61 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn import functional
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.ring_attention import in_parts
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import VOCABULARY, State, two_groups
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@contextmanager
+def in_parts(mesh: DeviceMesh, *tensors: tuple[torch.Tensor, int]) -> Iterator[None]:
+    """Cut `tensors` along their sequence dimensions over `mesh` inside, and let attention go over
+    all of its ranks; forward and backward run inside.
+    """
+    added = {_FORWARD: _forward, _BACKWARD: _backward}
+    ring.custom_ops.update(added)
+    try:
+        with context_parallel(
+            mesh, buffers=[one for one, _ in tensors], buffer_seq_dims=[dim for _, dim in tensors]
+        ):
+            yield
+    finally:
+        for operation in added:
+            del ring.custom_ops[operation]
+
+
+def _forward(operation: Any, args: Any, kwargs: Any) -> Any:
+    query, key, value, dropout, is_causal = (*map(_local, args), *(0.0, False)[len(args) - 3 :])
+    results = ring._templated_ring_attention(
+        args[0].device_mesh.get_group(), 2, operation, query, key, value,
+        is_causal=is_causal, dropout_p=dropout, **kwargs,
+    )  # fmt: skip
+    return _wrapped(args[0].device_mesh, results[:2])
+
+
+def _backward(operation: Any, args: Any, kwargs: Any) -> Any:
+    grad, query, key, value, out, logsumexp, dropout, is_causal = map(_local, args)
+    results = ring._templated_ring_attention_backward(
+        args[0].device_mesh.get_group(), 2, operation, grad, "grad_out", query, key, value, out,
+        logsumexp, is_causal, dropout_p=dropout, **kwargs,
+    )  # fmt: skip
+    return _wrapped(args[0].device_mesh, results[:3])
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _wrapped(mesh: DeviceMesh, tensors: Any) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(one, mesh, [Shard(2)], run_check=False) for one in tensors)
+
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 LENGTH, WIDTH, STEPS = 16, 24, 3
@@ -167,8 +218,9 @@ def test_parts_of_sequences_train_as_one_process_does(
     assert all(losses == answers[0] for losses in answers)
 
 
-def _uneven(rank: int, world: int) -> tuple[float, float]:
-    """Ranks have different numbers of labelled tokens. Return how far the weights are from one
+@on_ranks(4, timeout=60)
+def test_uneven_numbers_of_tokens_need_a_sum_over_all_ranks() -> None:
+    """Ranks have different numbers of labelled tokens. See how far the weights are from one
     process's: with a mean over the own tokens, and with a sum over the tokens of all ranks.
     """
     mesh = _mesh()
@@ -198,15 +250,12 @@ def _uneven(rank: int, world: int) -> tuple[float, float]:
             max(float((value - expected[name]).abs().max()) for name, value in state.items())
         )
         engine.close()
-    return distances[0], distances[1]
+    with_means, with_sums = distances[0], distances[1]
+    assert with_sums < 1e-6 and with_means > 1e-3
 
 
-def test_uneven_numbers_of_tokens_need_a_sum_over_all_ranks() -> None:
-    for with_means, with_sums in run_ranks(4, _uneven, timeout=60):
-        assert with_sums < 1e-6 and with_means > 1e-3
-
-
-def _other_axes(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_cp_is_data_parallel_beside_any_name() -> None:
     """'cp' is data parallel beside 'dp' and alone, whatever else is named."""
     seen: dict[str, Any] = {}
     for names, dp in ((("cp", "dp"), None), (("rows", "cp"), "rows")):
@@ -215,8 +264,4 @@ def _other_axes(rank: int, world: int) -> dict[str, Any]:
         engine = zs.shard(model, mesh=mesh, dp=dp)
         seen[names[0]] = engine.world
         engine.close()
-    return seen
-
-
-def test_cp_is_data_parallel_beside_any_name() -> None:
-    assert run_ranks(4, _other_axes) == [{"cp": 4, "rows": 4}] * 4
+    assert seen == {"cp": 4, "rows": 4}

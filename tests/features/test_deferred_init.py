@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import RankError, run_ranks
-from tests.support.training import Net, batch, equal, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import Net, batch, equal, final_state, two_groups
 from zeroshard.nn.deferred import LARGE_BYTES, is_deferred
 from zeroshard.nn.hollow import _RECORDS
 
@@ -539,7 +539,9 @@ class Blocks(nn.Module):
         return x
 
 
-def _peak_of_sharding(rank: int, world: int, sync_from: int | None) -> dict[str, int]:
+@pytest.mark.parametrize("sync_from", [None, 0])
+@on_ranks(2)
+def test_sharding_takes_the_shards_and_two_units(sync_from: int | None) -> None:
     torch.manual_seed(0)
     # what is imported and made once
     zs.shard(
@@ -555,16 +557,11 @@ def _peak_of_sharding(rank: int, world: int, sync_from: int | None) -> dict[str,
     after = _settled() - before
     unit = max(engine.units.values()) * 4
     del model, engine
-    return {"peak": peak, "after": after, "full": full, "unit": unit}
-
-
-@pytest.mark.parametrize("sync_from", [None, 0])
-def test_sharding_takes_the_shards_and_two_units(sync_from: int | None) -> None:
-    for seen in run_ranks(2, _peak_of_sharding, sync_from):
-        shown = {name: f"{size / 2**20:.1f} MiB" for name, size in seen.items()}
-        slack = 8 * 2**20
-        assert seen["after"] < seen["full"] / 2 + slack, shown
-        assert seen["peak"] < seen["full"] / 2 + 2 * seen["unit"] + slack, shown
+    seen = {"peak": peak, "after": after, "full": full, "unit": unit}
+    shown = {name: f"{size / 2**20:.1f} MiB" for name, size in seen.items()}
+    slack = 8 * 2**20
+    assert seen["after"] < seen["full"] / 2 + slack, shown
+    assert seen["peak"] < seen["full"] / 2 + 2 * seen["unit"] + slack, shown
 
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -575,8 +572,14 @@ def _net(seed: int = 0) -> Net:
     return Net(width=160, layers=2)
 
 
-def _sharded(rank: int, world: int, stage: int, precision: str) -> list[str]:
-    """Shard and train one step, eagerly built and deferred; return what differs."""
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
+)
+@on_ranks(2)
+def test_a_deferred_model_is_sharded_to_the_bits_of_an_eager_one(
+    rank: int, stage: int, precision: str
+) -> None:
+    """Shard and train one step, eagerly built and deferred; compare."""
     found = []
     for deferred in (False, True):
         if deferred:
@@ -593,61 +596,42 @@ def _sharded(rank: int, world: int, stage: int, precision: str) -> list[str]:
         found.append((first, engine.full_state_dict(rank0_only=False)))
         engine.close()
         assert type(model.blocks[0].up.weight) is nn.Parameter
-    return [
+    seen = [
         name
         for eager, late in zip(*found, strict=True)
         for name in eager
         if not torch.equal(eager[name], late[name])
     ]
+    assert seen == []
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
-)
-def test_a_deferred_model_is_sharded_to_the_bits_of_an_eager_one(
-    stage: int, precision: str
-) -> None:
-    assert run_ranks(2, _sharded, stage, precision) == [[], []]
-
-
-def test_another_seed_on_one_rank_is_named() -> None:
-    with pytest.raises(
-        RankError,
-        match=(
-            r"initial value of blocks\.0\.up\.weight.* zs\.load_pretrained\(\) before its first use"
-        ),
-    ) as caught:
-        run_ranks(2, _other_seed)
-    assert {failure.type_name for failure in caught.value.errors.values()} == {"PlanMismatch"}
-
-
-def _other_seed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_another_seed_on_one_rank_is_named(rank: int) -> None:
     torch.manual_seed(0)
     with zs.deferred_init():
         model = Net(width=160, layers=2)
         torch.manual_seed(7 + rank)
         nn.init.normal_(model.blocks[0].up.weight)
     zs.shard(model)
-    model(*batch(rank, 0))  # told here: files could have given it other values
+    named = r"initial value of blocks\.0\.up\.weight.* zs\.load_pretrained\(\) before its first use"
+    with pytest.raises(zs.PlanMismatch, match=named):
+        model(*batch(rank, 0))  # told here: files could have given it other values
 
 
-def _synced(rank: int, world: int, source: int) -> list[str]:
+@pytest.mark.parametrize("source", [0, 1])
+@on_ranks(2)
+def test_sync_from_takes_one_ranks_deferred_values(rank: int, source: int) -> None:
     with zs.deferred_init():
         model = _net(seed=rank)
         model.register_buffer("table", torch.randn(200, 200))
     engine = zs.shard(model, stage=3, sync_from=source)
-    found = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    found = final_state(model, engine)
     expected = _net(seed=source)
     expected.register_buffer("table", torch.randn(200, 200))
-    return [
+    seen = [
         name for name, value in expected.state_dict().items() if not torch.equal(value, found[name])
     ]
-
-
-@pytest.mark.parametrize("source", [0, 1])
-def test_sync_from_takes_one_ranks_deferred_values(source: int) -> None:
-    assert run_ranks(2, _synced, source) == [[], []]
+    assert seen == []
 
 
 # ------------------------------------------------------------------------------------- Transformers

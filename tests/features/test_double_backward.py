@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, TRANSPORTS, differences, has_parameters, train_row
 from zeroshard import StateError
 
@@ -137,7 +137,15 @@ def _cuts_what_is_released(case: dict[str, Any]) -> bool:
     return case["cut"] == "auto" or (case["row"].startswith("zero3") and case["cut"] != other)
 
 
-def _same(rank: int, world: int, transport: str, cases: list[dict[str, Any]]) -> None:
+# over sockets released weights are really gone
+@pytest.mark.parametrize(
+    "transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)]
+)
+@by_pairs(FACTORS, _cuts_what_is_released, slow_by="program")
+@on_ranks(2, timeout=120)
+def test_a_gradient_penalty_trains_as_under_ddp(
+    rank: int, cases: list[dict[str, Any]], transport: str
+) -> None:
     @functools.cache
     def plain(program: str, recompute: bool) -> dict[str, torch.Tensor]:
         return _train(rank, "plain", transport, program, recompute, None)
@@ -153,18 +161,9 @@ def _same(rank: int, world: int, transport: str, cases: list[dict[str, Any]]) ->
                 assert torch.equal(state[name], value), (case, name)
 
 
-# over sockets released weights are really gone
-@pytest.mark.parametrize(
-    "transport", ["gloo", pytest.param("shared_memory", marks=pytest.mark.slow)]
-)
-@by_pairs(FACTORS, _cuts_what_is_released, slow_by="program")
-def test_a_gradient_penalty_trains_as_under_ddp(
-    cases: list[dict[str, Any]], transport: str
-) -> None:
-    run_ranks(2, _same, transport, cases, timeout=120)
-
-
-def _stale(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_second_backward_after_the_step_is_an_error(transport: str) -> None:
     model = _critic()
     optimizer = torch.optim.Adam(model.parameters())
     engine = zs.shard(
@@ -180,11 +179,6 @@ def _stale(rank: int, world: int, transport: str) -> None:
         gradient.sum().backward()
     engine.reset()
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_second_backward_after_the_step_is_an_error(transport: str) -> None:
-    run_ranks(2, _stale, transport)
 
 
 class PassedOn(nn.Module):
@@ -209,7 +203,14 @@ class Skipped(nn.Linear):
         return x
 
 
-def _input_gradients(rank: int, world: int, row: str, transport: str, node_size: int) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("row", "node_size"), [("zero3", 2), ("hpz", 1), ("hpz", 2), ("mics", 1), ("hfsdp", 1)]
+)
+@on_ranks(2)
+def test_units_whose_modules_return_one_tensor_keep_their_weights_until_they_have_run(
+    row: str, node_size: int, transport: str
+) -> None:
     """Look at the gradient of the input alone, which brings none of a parameter."""
     torch.manual_seed(0)
     model, plain = PassedOn(), PassedOn()
@@ -223,16 +224,6 @@ def _input_gradients(rank: int, world: int, row: str, transport: str, node_size:
         (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
         assert torch.equal(gradient, expected)
     engine.close()
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
-@pytest.mark.parametrize(
-    ("row", "node_size"), [("zero3", 2), ("hpz", 1), ("hpz", 2), ("mics", 1), ("hfsdp", 1)]
-)
-def test_units_whose_modules_return_one_tensor_keep_their_weights_until_they_have_run(
-    row: str, node_size: int, transport: str
-) -> None:
-    run_ranks(2, _input_gradients, row, transport, node_size)
 
 
 def _passes_on(
@@ -262,15 +253,6 @@ def _passes_on(
     return train_row(model, optimizer, row, step, steps=3, **options) | gradients
 
 
-def _passed_on(rank: int, world: int, rows: Sequence[str], options: dict[str, Any]) -> list[str]:
-    found, expected = [], _passes_on(rank, "plain", reentrant=None)
-    for row in rows:
-        for reentrant in (None, False, True):
-            ours = _passes_on(rank, row, reentrant=reentrant, units=has_parameters, **options)
-            found += differences(ours, expected, f"{row}, reentrant: {reentrant}", "plain")
-    return found
-
-
 @pytest.mark.parametrize(
     ("rows", "offload"),
     [
@@ -280,11 +262,17 @@ def _passed_on(rank: int, world: int, rows: Sequence[str], options: dict[str, An
     ],
     ids=["device", "host", "a part on the host"],
 )
+@on_ranks(2, timeout=60)
 def test_modules_that_return_one_tensor_train_as_under_ddp(
-    rows: Sequence[str], offload: dict[str, Any]
+    rank: int, rows: Sequence[str], offload: dict[str, Any]
 ) -> None:
     options = {"transport": "gloo", "offload": offload or None}
-    assert run_ranks(2, _passed_on, rows, options, timeout=60) == [[], []]
+    found, expected = [], _passes_on(rank, "plain", reentrant=None)
+    for row in rows:
+        for reentrant in (None, False, True):
+            ours = _passes_on(rank, row, reentrant=reentrant, units=has_parameters, **options)
+            found += differences(ours, expected, f"{row}, reentrant: {reentrant}", "plain")
+    assert found == []
 
 
 def test_gradients_that_rest_keep_no_graph() -> None:

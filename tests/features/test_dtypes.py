@@ -17,7 +17,7 @@ import zeroshard as zs
 from tests.support.cases import Case, Chain, compare_case, seeded, simple
 from tests.support.covering import by_pairs
 from tests.support.family_training import InBf16, narrowed
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -90,14 +90,12 @@ CASES = {
 }
 
 
-def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    return compare_case(rank, CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_of_several_kinds_train_to_ddps_bits_in_every_row(name: str) -> None:
-    for differences in run_ranks(2, _compare, name):
-        assert not any(differences.values()), differences
+@on_ranks(2)
+def test_parameters_of_several_kinds_train_to_ddps_bits_in_every_row(rank: int, name: str) -> None:
+
+    differences = compare_case(rank, CASES[name])
+    assert not any(differences.values()), differences
 
 
 # ------------------------------------------------------------------- half precision, not everywhere
@@ -236,7 +234,17 @@ def test_a_parameter_of_a_dtype_that_does_not_fit_is_refused_by_name(
 # ------------------------------------------------------------------------------------ after close()
 
 
-def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> None:
+@by_pairs(
+    {
+        "row": ("ddp", "zero1", "zero3"),
+        "precision": ("fp32", "bf16", "fp16"),
+        "transport": TRANSPORTS,
+    }
+)
+@on_ranks(2)
+def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(
+    rank: int, row: str, precision: str, transport: str
+) -> None:
     model = make_model()
     model.blocks[0].requires_grad_(False)
     frozen = copy.deepcopy(model.blocks[0].state_dict())
@@ -266,19 +274,6 @@ def _closed(rank: int, world: int, row: str, precision: str, transport: str) -> 
         torch.testing.assert_close(again.blocks[0].state_dict()[name], value, rtol=1e-2, atol=1e-2)
     again(*batch(rank, 7)).backward()
     assert all(p.grad is not None for p in again.parameters() if p.requires_grad)
-
-
-@by_pairs(
-    {
-        "row": ("ddp", "zero1", "zero3"),
-        "precision": ("fp32", "bf16", "fp16"),
-        "transport": TRANSPORTS,
-    }
-)
-def test_close_gives_a_plain_model_back_with_its_dtypes_and_the_masters_numbers(
-    row: str, precision: str, transport: str
-) -> None:
-    run_ranks(2, _closed, row, precision, transport)
 
 
 def _bytes_of_close(rank: int, world: int, precision: str) -> dict[str, int]:

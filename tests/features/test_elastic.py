@@ -32,7 +32,7 @@ from tests.support.elastic_runs import (
     save_every_step,
     step_once,
 )
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import RankError, on_ranks, run_ranks
 from tests.support.launched import PROGRAM
 from tests.support.training import equal
 from zeroshard.checkpoint import kept as kept_steps
@@ -389,16 +389,14 @@ def test_a_copy_that_stops_at_any_point_leaves_the_step_before(tmp_path: Path) -
     assert call > 10  # header, pieces, notes
 
 
-def _nothing(rank: int, world: int, directory: Path) -> tuple[bool, int | None]:
+@on_ranks(2)
+def test_without_an_elastic_launcher_nothing_is_kept(tmp_path: Path) -> None:
     _, _, engine = make()
-    with zs.Saver(directory, engine, redundancy=1) as saver:
+    with zs.Saver(tmp_path, engine, redundancy=1) as saver:
         answer = saver.keep(1)
     engine.close()
-    return answer, zs.latest_step(directory)
-
-
-def test_without_an_elastic_launcher_nothing_is_kept(tmp_path: Path) -> None:
-    assert run_ranks(2, _nothing, tmp_path) == [(False, None)] * 2
+    found = answer, zs.latest_step(tmp_path)
+    assert found == (False, None)
 
 
 def test_redundancy_is_one_other_host_or_none(tmp_path: Path) -> None:

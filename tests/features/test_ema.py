@@ -10,12 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
     batch,
     differences,
+    final_state,
     make_model,
     make_sharded,
     take_steps,
@@ -36,29 +37,25 @@ def _reference(rank: int) -> tuple[dict[str, torch.Tensor], list[float], dict[st
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(model)  # the first update copies
     for step in range(STEPS):
-        runs(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], runs, optimizer)
         averaged.update_parameters(model)
         with torch.no_grad():
             losses.append(averaged.module(*batch(7, step)).item())
     return dict(averaged.module.state_dict()), losses, dict(model.state_dict())
 
 
-def _same_as_torch(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(
+    rank: int, transport: str
+) -> None:
     averages, losses, trained = _reference(rank)
     for row in ROWS:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(
-            model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-        )
+        model, optimizer, engine = make_sharded(row, transport)
         ema = zs.EMA(engine, DECAY)
         ours = []
         for step in range(STEPS):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             engine.reset_traffic()
             ema.update()
             assert engine.traffic().total == 0, "an update sends nothing"
@@ -75,32 +72,19 @@ def _same_as_torch(rank: int, world: int, transport: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_average_and_the_training_beside_it_are_torchs_to_the_bit(transport: str) -> None:
-    run_ranks(2, _same_as_torch, transport)
-
-
-def _bf16(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_bf16_averages_its_fp32_masters(rank: int) -> None:
     states = []
     for row in ("zero1", "zero3"):
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16")
+        model, optimizer, engine = make_sharded(row, precision="bf16")
         ema = zs.EMA(engine, DECAY)
         for step in range(3):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             ema.update()
             with ema.swapped(), torch.no_grad():
                 model(*batch(7, step))
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
-
-
-def test_bf16_averages_its_fp32_masters() -> None:
-    run_ranks(2, _bf16)
 
 
 def test_misuse_is_refused() -> None:
@@ -125,7 +109,8 @@ def test_misuse_is_refused() -> None:
     engine.close()
 
 
-def _gradient_of_inputs(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_average_gives_gradients_of_its_inputs() -> None:
     def make() -> torch.nn.Sequential:
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -148,17 +133,17 @@ def _gradient_of_inputs(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_the_average_gives_gradients_of_its_inputs() -> None:
-    run_ranks(2, _gradient_of_inputs)
-
-
 def _boom(*args: Any) -> None:
     raise ZeroDivisionError
 
 
-def _after_a_reset(rank: int, world: int, transport: str) -> dict[str, list[str]]:
-    """Average with and without steps whose backward raises in the middle, on every rank; return
-    what differs.
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
+@on_ranks(2, timeout=60)
+def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(
+    rank: int, transport: str
+) -> None:
+    """Average with and without steps whose backward raises in the middle, on every rank;
+    compare.
     """
     out = {}
     for row in ROWS:
@@ -177,29 +162,22 @@ def _after_a_reset(rank: int, world: int, transport: str) -> dict[str, list[str]
                 ema.update()
             with ema.swapped():
                 averages.append(engine.full_state_dict(rank0_only=False))
-            trained.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            trained.append(final_state(model, engine))
         out[row] = differences(*averages, row) + differences(*trained, row)
-    return out
+    assert not any(out.values()), out
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, "nccl"])
-def test_a_backward_that_fails_and_a_reset_leave_no_trace_in_the_average(transport: str) -> None:
-    for found in run_ranks(2, _after_a_reset, transport, timeout=60):
-        assert not any(found.values()), found
-
-
-def _swap_fails(rank: int, world: int, at: str) -> None:
+@pytest.mark.parametrize(
+    "at", ["before entering", "after entering", "before leaving", "after leaving"]
+)
+@on_ranks(2)
+def test_a_swap_that_fails_keeps_both_and_trains_no_average(rank: int, at: str) -> None:
     """End a swap by an exception: before or after the masters are exchanged, at its beginning or
     its end.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy="zero1")
+    model, optimizer, engine = make_sharded("zero1")
     ema = zs.EMA(engine, DECAY)
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(rank, 1, model, optimizer)
     rest = states_of(engine).rest
     trained = [master.clone() for master in rest.masters()]
     averages = [average.clone() for average in ema.averages]
@@ -226,10 +204,3 @@ def _swap_fails(rank: int, world: int, at: str) -> None:
             model(*batch(rank, 0))
     engine.reset()
     engine.close()
-
-
-@pytest.mark.parametrize(
-    "at", ["before entering", "after entering", "before leaving", "after leaving"]
-)
-def test_a_swap_that_fails_keeps_both_and_trains_no_average(at: str) -> None:
-    run_ranks(2, _swap_fails, at)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks, spawn_ranks
+from tests.support.harness import on_ranks, spawn_ranks
 from tests.support.hosts import pretended_host
 from zeroshard import PlanMismatch
 
@@ -83,7 +83,9 @@ AFTERWARDS: dict[str, Callable[[Run], object]] = {
 }
 
 
-def _told(rank: int, world: int, apart: bool) -> dict[str, str]:
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host each"])
+@on_ranks(2, timeout=120)
+def test_units_in_another_order_are_told_by_whatever_comes_next(rank: int, apart: bool) -> None:
     said = {}
     with pretended_host(rank) if apart else nullcontext():
         for name, call in AFTERWARDS.items():
@@ -97,43 +99,27 @@ def _told(rank: int, world: int, apart: bool) -> dict[str, str]:
             right = run.evaluate()
             assert right == run.evaluate() == run.evaluate("ba")
             run.engine.close()
-    return said
+    for name, text in said.items():
+        assert re.match(UNLIKE, text), (name, text)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host each"])
-def test_units_in_another_order_are_told_by_whatever_comes_next(apart: bool) -> None:
-    for said in run_ranks(2, _told, apart, timeout=120):
-        for name, text in said.items():
-            assert re.match(UNLIKE, text), (name, text)
-
-
-def _saves(rank: int, world: int, directory: str) -> str:
+@on_ranks(2)
+def test_a_save_after_such_a_forward_is_refused_and_one_after_a_reset_is_not(
+    rank: int, tmp_path: Path
+) -> None:
     run = Run(rank)
     run.evaluate_apart()
-    said = _said(lambda: zs.save(directory, run.engine, step=0))
+    said = _said(lambda: zs.save(tmp_path, run.engine, step=0))
     run.engine.reset()
-    zs.save(directory, run.engine, step=0)
+    zs.save(tmp_path, run.engine, step=0)
     run.engine.close()
-    return said
+    assert re.match(UNLIKE, said), said
 
 
-def test_a_save_after_such_a_forward_is_refused_and_one_after_a_reset_is_not(
-    tmp_path: Path,
+@on_ranks(2)
+def test_blocks_that_each_rank_drops_by_itself_are_told_before_the_next_step_begins(
+    rank: int,
 ) -> None:
-    for said in run_ranks(2, _saves, str(tmp_path)):
-        assert re.match(UNLIKE, said), said
-
-
-def _strict(rank: int, world: int) -> str:
-    run = Run(rank, strict=True)
-    assert run.evaluate() == run.evaluate("ba")
-    said = _said(run.evaluate_apart)
-    run.engine.reset()
-    run.engine.close()
-    return said
-
-
-def _drops(rank: int, world: int) -> str:
     """LayerDrop, or a router that skips blocks, in a validation between two steps."""
     run = Run(rank, prefetch_bytes=0)  # no unit is gathered that is not used
     run.step()
@@ -142,17 +128,17 @@ def _drops(rank: int, world: int) -> str:
     run.engine.reset()
     run.step()
     run.engine.close()
-    return said
+    assert re.match(UNLIKE, said), said
 
 
-def test_blocks_that_each_rank_drops_by_itself_are_told_before_the_next_step_begins() -> None:
-    for said in run_ranks(2, _drops):
-        assert re.match(UNLIKE, said), said
-
-
-def test_a_strict_engine_tells_it_at_the_end_of_the_forward_itself() -> None:
-    for said in run_ranks(2, _strict):
-        assert re.match(UNLIKE, said), said
+@on_ranks(2)
+def test_a_strict_engine_tells_it_at_the_end_of_the_forward_itself(rank: int) -> None:
+    run = Run(rank, strict=True)
+    assert run.evaluate() == run.evaluate("ba")
+    said = _said(run.evaluate_apart)
+    run.engine.reset()
+    run.engine.close()
+    assert re.match(UNLIKE, said), said
 
 
 def _ends(rank: int, world: int) -> None:
@@ -168,7 +154,8 @@ def test_a_program_that_ends_after_such_a_forward_does_not_end_well() -> None:
         assert re.search(UNLIKE, result.stderr), result.stderr
 
 
-def _of_other_numbers(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_a_forward_that_one_rank_alone_evaluates_is_told_by_name(rank: int) -> None:
     run = Run(rank)
     run.evaluate()
     if rank == 0:
@@ -179,18 +166,14 @@ def _of_other_numbers(rank: int, world: int) -> str:
     run.engine.reset()
     run.evaluate()
     run.engine.close()
-    return said
-
-
-def test_a_forward_that_one_rank_alone_evaluates_is_told_by_name() -> None:
-    for said in run_ranks(2, _of_other_numbers):
-        assert "rank 0 is in engine.exchange(), rank 1 is in a forward without gradients" in said
+    assert "rank 0 is in engine.exchange(), rank 1 is in a forward without gradients" in said
 
 
 # -------------------------------------------------------------------------- programs that are right
 
 
-def _alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_evaluates_alone_where_nothing_is_gathered(rank: int) -> None:
     """Where nothing is gathered a rank may evaluate by itself."""
     for stage in (1, 2):
         run = Run(rank, stage=stage)
@@ -211,22 +194,16 @@ def _alone(rank: int, world: int) -> None:
     run.engine.close()
 
 
-def test_a_rank_evaluates_alone_where_nothing_is_gathered() -> None:
-    run_ranks(2, _alone)
-
-
-def _keyed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_that_read_each_others_memory_run_units_in_any_order(rank: int) -> None:
     run = Run(rank, comm=zs.Comm(transport="shared_memory"), strict=True)
     seen = [run.evaluate_apart() for _ in range(3)]
     assert seen == [run.evaluate()] * 3, seen
     run.engine.close()
 
 
-def test_ranks_that_read_each_others_memory_run_units_in_any_order() -> None:
-    run_ranks(2, _keyed)
-
-
-def _meets(rank: int, world: int) -> None:
+@on_ranks(2, timeout=120)
+def test_what_comes_between_such_forwards_goes_on(rank: int) -> None:
     """What comes between two such forwards, in pairs."""
     for options in ({}, {"trains": False}, {"comm": zs.Comm(transport="nccl", node_size=1)}):
         run = Run(rank, **options)
@@ -247,14 +224,12 @@ def _meets(rank: int, world: int) -> None:
         run.engine.close()
 
 
-def test_what_comes_between_such_forwards_goes_on() -> None:
-    run_ranks(2, _meets, timeout=120)
-
-
 # ------------------------------------------------------------------------------------ engine.join()
 
 
-def _joined(rank: int, world: int, apart: bool) -> str:
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(2)
+def test_a_rank_without_data_takes_part_in_the_comparison(rank: int, apart: bool) -> None:
     run = Run(rank)
 
     def loop() -> None:
@@ -267,10 +242,4 @@ def _joined(rank: int, world: int, apart: bool) -> str:
     said = _said(loop)
     run.engine.reset()
     run.engine.close()
-    return said
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_rank_without_data_takes_part_in_the_comparison(apart: bool) -> None:
-    for said in run_ranks(2, _joined, apart):
-        assert re.match(UNLIKE, said) if apart else said == "nothing", said
+    assert re.match(UNLIKE, said) if apart else said == "nothing", said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, TRANSPORTS, Block, Run, train, two_groups
 
 STEPS = 200
@@ -64,9 +64,12 @@ def test_the_whole_matrix_over_200_steps(world: int, transport: str, fused: bool
         assert not any(differences.values()), differences
 
 
-def _native(rank: int, world: int) -> dict[str, list[str]]:
-    """Train every row with sums of the backend's own; return what differs from the ddp row, a
-    second time too, and, where they are ordered, from sockets.
+@on_ranks(3, timeout=100)
+def test_sums_of_the_backend_keep_rows_equal_and_ordered_ones_have_the_bits_of_sockets(
+    rank: int,
+) -> None:
+    """Train every row with sums of the backend's own; compare with the ddp row, a second time too,
+    and, where they are ordered, from sockets.
     """
     comm = zs.Comm(transport="nccl")
     runs = {row: train(rank, row, 2, comm=comm) for row in ROWS}
@@ -74,15 +77,16 @@ def _native(rank: int, world: int) -> dict[str, list[str]]:
     sockets = train(rank, "zero3", 2, comm=zs.Comm(transport="gloo"))
     ordered = train(rank, "zero3", 2, comm=zs.Comm(transport="nccl", ordered=True))
     differing = {row: run.differs_from(again) for row, run in runs.items()}
-    return differing | {"ordered": ordered.differs_from(sockets)}
+    differences = differing | {"ordered": ordered.differs_from(sockets)}
+    assert not any(differences.values()), differences
 
 
-def test_sums_of_the_backend_keep_rows_equal_and_ordered_ones_have_the_bits_of_sockets() -> None:
-    for differences in run_ranks(3, _native, timeout=100):
-        assert not any(differences.values()), differences
-
-
-def _cuts(rank: int, world: int, steps: int) -> dict[str, list[str]]:
+@pytest.mark.parametrize(
+    ("world", "steps"),
+    [(2, 8), *(pytest.param(world, 25, marks=pytest.mark.slow) for world in (2, 4))],
+)
+@on_ranks(timeout=100)
+def test_any_unit_cut_gives_the_same_bits(rank: int, world: int, steps: int) -> None:
     cuts = {
         "automatic": None,
         "class": [Block],
@@ -94,16 +98,8 @@ def _cuts(rank: int, world: int, steps: int) -> dict[str, list[str]]:
         cut: train(rank, "zero3", steps, units=units, clip=0.1) for cut, units in cuts.items()
     }
     assert len({len(run.extra["units"]) for run in runs.values()}) >= 4
-    return {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
-
-
-@pytest.mark.parametrize(
-    ("world", "steps"),
-    [(2, 8), *(pytest.param(world, 25, marks=pytest.mark.slow) for world in (2, 4))],
-)
-def test_any_unit_cut_gives_the_same_bits(world: int, steps: int) -> None:
-    for differences in run_ranks(world, _cuts, steps, timeout=100):
-        assert not any(differences.values()), differences
+    differences = {cut: run.differs_from(runs["automatic"]) for cut, run in runs.items()}
+    assert not any(differences.values()), differences
 
 
 OPTIMIZERS = {
@@ -115,16 +111,13 @@ OPTIMIZERS = {
 }
 
 
-def _optimizers(rank: int, world: int, name: str, steps: int) -> dict[str, list[str]]:
+@pytest.mark.parametrize("steps", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2, timeout=100)
+def test_other_elementwise_optimizers_give_ddps_bits(rank: int, name: str, steps: int) -> None:
     runs = {
         kind: train(rank, kind, steps, optimizer=OPTIMIZERS[name])
         for kind in ("zero1", "zero3", "torch-ddp")
     }
-    return {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
-
-
-@pytest.mark.parametrize("steps", [6, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_other_elementwise_optimizers_give_ddps_bits(name: str, steps: int) -> None:
-    for differences in run_ranks(2, _optimizers, name, steps, timeout=100):
-        assert not any(differences.values()), differences
+    differences = {kind: run.differs_from(runs["torch-ddp"]) for kind, run in runs.items()}
+    assert not any(differences.values()), differences

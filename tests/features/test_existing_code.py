@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
+    ROWS,
     State,
     batch,
     differences,
@@ -26,7 +27,6 @@ from tests.support.training import (
     final_state,
     make_model,
     make_sharded,
-    on_rows,
     take_steps,
     train,
     two_groups,
@@ -37,7 +37,11 @@ from zeroshard.errors import ConfigError, StateError
 # ---------------------------------------------------------------------------------------- gradients
 
 
-def _gradients(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_reading_a_gradient_between_backward_and_step_raises_with_the_remedy(
+    rank: int, row: str
+) -> None:
     model, optimizer, engine = make_sharded(row)
     pieces = [p for group in optimizer.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -83,11 +87,9 @@ def _gradients(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_reading_a_gradient_between_backward_and_step_raises_with_the_remedy() -> None:
-    on_rows(_gradients)
-
-
-def _full_grads(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_full_grad_equals_ddps_gradient(rank: int, row: str) -> None:
     model, optimizer, engine = make_sharded(row)
     plain = make_model()
     reference = DistributedDataParallel(plain)
@@ -102,14 +104,14 @@ def _full_grads(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_full_grad_equals_ddps_gradient() -> None:
-    on_rows(_full_grads)
-
-
 # ------------------------------------------------------------------------------------ the optimizer
 
 
-def _attached_later(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_an_optimizer_attached_after_shard_works_and_one_never_attached_raises(
+    rank: int, row: str
+) -> None:
     model = make_model()
     engine = zs.shard(model, policy=row)
     model(*batch(rank, 0))
@@ -127,11 +129,9 @@ def _attached_later(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_an_optimizer_attached_after_shard_works_and_one_never_attached_raises() -> None:
-    on_rows(_attached_later)
-
-
-def _groups(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_param_groups_changed_after_shard_are_refused_at_the_step(rank: int, row: str) -> None:
     model, optimizer, engine = make_sharded(row)
     names = [id(group) for group in optimizer.param_groups]
     extra = nn.Parameter(torch.zeros(3))
@@ -149,11 +149,9 @@ def _groups(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_param_groups_changed_after_shard_are_refused_at_the_step() -> None:
-    on_rows(_groups)
-
-
-def _closures(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_step_with_a_closure_finishes_the_gradients_after_the_closure(rank: int, row: str) -> None:
     expected = train(rank, "torch-ddp", 4).state
     model, optimizer, engine = make_sharded(row)
     for step in range(4):
@@ -170,11 +168,9 @@ def _closures(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_step_with_a_closure_finishes_the_gradients_after_the_closure() -> None:
-    on_rows(_closures)
-
-
-def _schedules(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_schedulers_made_before_and_after_shard_and_edited_options_act(rank: int, row: str) -> None:
     states = []
     for kind in ("torch-ddp", row):
         inner = module = make_model()
@@ -197,14 +193,12 @@ def _schedules(rank: int, world: int, row: str) -> None:
     assert equal(*states), row
 
 
-def test_schedulers_made_before_and_after_shard_and_edited_options_act() -> None:
-    on_rows(_schedules)
-
-
 # -------------------------------------------------------------------------------- the module itself
 
 
-def _converted(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_a_sharded_model_is_not_converted_or_moved(rank: int, row: str) -> None:
     model, optimizer, engine = make_sharded(row)
     model.register_buffer("scale", torch.ones(3))
     for change in (
@@ -237,11 +231,9 @@ def _converted(rank: int, world: int, row: str) -> None:
     assert model.half().head.weight.dtype is torch.float16
 
 
-def test_a_sharded_model_is_not_converted_or_moved() -> None:
-    on_rows(_converted)
-
-
-def _copied(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_a_sharded_model_is_not_copied_or_pickled(rank: int, row: str) -> None:
     model, optimizer, engine = make_sharded(row)
     for copier in (
         lambda: copy.deepcopy(model),
@@ -267,11 +259,11 @@ def _copied(rank: int, world: int, row: str) -> None:
     )
 
 
-def test_a_sharded_model_is_not_copied_or_pickled() -> None:
-    on_rows(_copied)
-
-
-def _closed(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again(
+    rank: int, row: str
+) -> None:
     expected = train(rank, row, 3).state
     model, optimizer, engine = make_sharded(row)
     parameters = list(model.parameters())
@@ -309,12 +301,6 @@ def _closed(rank: int, world: int, row: str) -> None:
         assert equal(dict(model.state_dict()), expected)
 
 
-def test_close_gives_back_a_plain_module_and_optimizer_that_train_and_may_be_sharded_again() -> (
-    None
-):
-    on_rows(_closed)
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +311,11 @@ class Normed(nn.Module):
         return self.norm(self.first(x)).square().mean()
 
 
-def _synced(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_ranks_that_start_differently_are_told_or_take_one_ranks_weights_and_buffers(
+    rank: int, row: str
+) -> None:
     torch.manual_seed(rank)
     model = Normed()
     model.norm.running_mean.fill_(rank + 1.0)
@@ -340,10 +330,6 @@ def _synced(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_ranks_that_start_differently_are_told_or_take_one_ranks_weights_and_buffers() -> None:
-    on_rows(_synced)
-
-
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +339,9 @@ class Critic(nn.Module):
         return self.body(x).mean()
 
 
-def _adversaries(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_two_engines_train_against_each_other_as_under_ddp(rank: int, row: str) -> None:
     """Two engines in one process: one model's loss runs through the other."""
     states = []
     for kind in ("torch-ddp", row):
@@ -386,10 +374,6 @@ def _adversaries(rank: int, world: int, row: str) -> None:
         for engine in engines:
             engine.close()
     assert all(equal(a, b) for a, b in zip(*states, strict=True)), row
-
-
-def test_two_engines_train_against_each_other_as_under_ddp() -> None:
-    on_rows(_adversaries)
 
 
 # ---------------------------------------------------------------------------- momentum encoders
@@ -469,27 +453,24 @@ def _contrasted(rank: int, kind: str, writes: str, *, loads: bool) -> State:
     return final_state(model, engine)
 
 
-def _all_contrasted(rank: int, world: int, writes: str) -> list[str]:
+@pytest.mark.parametrize("writes", ["data", "in place", "copy"])
+@on_ranks(2)
+def test_a_model_may_write_alike_to_frozen_weights_that_every_rank_keeps_whole(
+    rank: int, writes: str
+) -> None:
     loads = writes == "data"
     reference = _contrasted(rank, "torch-ddp", writes, loads=loads)
-    return [
+    found = [
         f"{row}: {line}"
         for row in ("ddp", "zero1", "zero2")
         for line in differences(_contrasted(rank, row, writes, loads=loads), reference)
         if "running_" not in line  # statistics of this rank's batches
     ]
-
-
-@pytest.mark.parametrize("writes", ["data", "in place", "copy"])
-def test_a_model_may_write_alike_to_frozen_weights_that_every_rank_keeps_whole(writes: str) -> None:
-    assert run_ranks(2, _all_contrasted, writes) == [[], []]
-
-
-def _refused(rank: int, world: int, writes: str) -> None:
-    with pytest.raises(StateError, match=r"'encoder_k\.0\.weight' was written to while it was"):
-        _contrasted(rank, "zero3", writes, loads=False)
+    assert found == []
 
 
 @pytest.mark.parametrize("writes", ["data", "in place"])
-def test_a_model_that_writes_to_its_sharded_weights_is_told(writes: str) -> None:
-    run_ranks(2, _refused, writes)
+@on_ranks(2)
+def test_a_model_that_writes_to_its_sharded_weights_is_told(rank: int, writes: str) -> None:
+    with pytest.raises(StateError, match=r"'encoder_k\.0\.weight' was written to while it was"):
+        _contrasted(rank, "zero3", writes, loads=False)

@@ -25,7 +25,7 @@ from tests.support.experts import (
     local_part,
     whole_mixture,
 )
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import VOCABULARY, State, differences, equal, final_state, two_groups
 from zeroshard.errors import PlanMismatch
 
@@ -102,8 +102,7 @@ def _in_row(
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses += [float(mean) / engine.world, norm]
-    full = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    full = final_state(model, engine)
     return losses, full
 
 
@@ -140,7 +139,9 @@ def test_divided_experts_train_as_one_process_with_all_of_them(
     assert all(losses == answers[0] for losses in answers)
 
 
-def _others(rank: int, world: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=300)
+def test_any_division_of_experts_and_any_transport_train_alike(rank: int, world: int) -> None:
     """Every rank with its own experts, and all with the same; over gloo; away from the device; as
     one stage of two.
     """
@@ -156,12 +157,8 @@ def _others(rank: int, world: int) -> None:
         _train(rank, world, "stacked", ep, options=options, **small)
 
 
-@pytest.mark.slow
-def test_any_division_of_experts_and_any_transport_train_alike() -> None:
-    run_ranks(4, _others, timeout=300)
-
-
-def _loads_own(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_experts_are_loaded_by_their_holders_and_must_be_alike_there(rank: int) -> None:
     """Ranks load other experts where they hold others, and the same where they hold the same."""
     mesh = _mesh()
     model, _, engine = _sharded(Stacked, mesh, "zero2")
@@ -174,15 +171,13 @@ def _loads_own(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_experts_are_loaded_by_their_holders_and_must_be_alike_there() -> None:
-    run_ranks(4, _loads_own)
-
-
-def _with_features(rank: int, world: int, directory: str) -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=300)
+def test_experts_go_with_tiers_codecs_and_rows_of_nodes(tmp_path: Path) -> None:
     """Tiers, codecs, half precision, rows of nodes and the comparison of replicas."""
     mesh = _mesh()
     away = zs.Offload(weight="host", grad="host", optimizer="host")
-    disk = zs.Offload(optimizer="disk", disk_path=directory)
+    disk = zs.Offload(optimizer="disk", disk_path=str(tmp_path))
     plain = _in_row(Stacked, mesh, "zero3", None, 1)
     for row, options in (
         ("zero3", {"offload": away}),
@@ -200,11 +195,9 @@ def _with_features(rank: int, world: int, directory: str) -> None:
 
 
 @pytest.mark.slow
-def test_experts_go_with_tiers_codecs_and_rows_of_nodes(tmp_path: Path) -> None:
-    run_ranks(4, _with_features, str(tmp_path), timeout=300)
-
-
-def _averaged(rank: int, world: int) -> None:
+@on_ranks(8, timeout=200)
+def test_averages_of_experts_over_two_nodes_are_those_of_ddp(rank: int, world: int) -> None:
+    """The experts of 8 ranks in pairs: their own mesh has two ranks on each of two nodes."""
     averages = {}
     for row, comm in (("ddp", {}), ("zero3", {"node_size": 4}), ("hfsdp", {"node_size": 4})):
         model, optimizer, engine = _sharded(Stacked, _mesh(2, world), row, comm=zs.Comm(**comm))
@@ -223,13 +216,8 @@ def _averaged(rank: int, world: int) -> None:
         torch.testing.assert_close(state, averages["ddp"], rtol=1e-4, atol=2e-6, msg=row)
 
 
-@pytest.mark.slow
-def test_averages_of_experts_over_two_nodes_are_those_of_ddp() -> None:
-    """The experts of 8 ranks in pairs: their own mesh has two ranks on each of two nodes."""
-    run_ranks(8, _averaged, timeout=200)
-
-
-def _beside_stages(rank: int, world: int) -> None:
+@on_ranks(4, timeout=60)
+def test_experts_lie_beside_stages(rank: int) -> None:
     """Two stages beside each other, whose two ranks divide the experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
@@ -249,10 +237,6 @@ def _beside_stages(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_experts_lie_beside_stages() -> None:
-    run_ranks(4, _beside_stages, timeout=60)
-
-
 # ranks 0 and 2 hold the same experts, and 1 and 3; of the second orders, not all run
 ORDERS: list[dict[int, tuple[int, ...]]] = [
     {0: (0, 1, 2), 1: (2, 0, 1), 2: (0, 1, 2), 3: (2, 0, 1)},
@@ -260,16 +244,13 @@ ORDERS: list[dict[int, tuple[int, ...]]] = [
 ]
 
 
-def _in_turn(rank: int, world: int) -> None:
+@on_ranks(4, timeout=60)
+def test_ranks_with_other_experts_may_run_them_in_another_order(rank: int) -> None:
     for orders in ORDERS:
         expected = in_turn(rank, "ddp", orders)
         for row, transport in (("zero3", "gloo"), ("zero2", "gloo"), ("zero3", "shared_memory")):
             comm = zs.Comm.model_validate({"transport": transport})
             assert equal(in_turn(rank, row, orders, comm=comm), expected), (row, transport, orders)
-
-
-def test_ranks_with_other_experts_may_run_them_in_another_order() -> None:
-    run_ranks(4, _in_turn, timeout=60)
 
 
 def _whole_after(rank: int, world: int, divided: bool) -> list[str]:
@@ -359,7 +340,8 @@ def test_whole_parameters_are_those_of_the_ranks_with_the_same_experts() -> None
     assert kept[0] == kept[1] > 0 and kept[2:] == [0, 0]
 
 
-def _recovers(rank: int, world: int) -> str:
+@on_ranks(4, timeout=60)
+def test_after_an_exception_reset_brings_both_meshes_together(rank: int) -> None:
     """After an exception on one rank all come together again, over both meshes."""
     mesh = _mesh()
     model, optimizer, engine = _sharded(Stacked, mesh, "zero2")
@@ -375,19 +357,14 @@ def _recovers(rank: int, world: int) -> str:
     engine.backward(model(*_batch(rank, 1)))
     optimizer.step()
     engine.close()
-    return told
-
-
-def test_after_an_exception_reset_brings_both_meshes_together() -> None:
-    told = run_ranks(4, _recovers, timeout=60)
-    assert told[3] == "a bad batch"
-    assert all("engine.reset()" in message for message in told[:3]), told
+    assert told == "a bad batch" if rank == 3 else "engine.reset()" in told
 
 
 # --------------------------------------------------------------------------------------- bad inputs
 
 
-def _refused(rank: int, world: int) -> list[str]:
+@on_ranks(4, timeout=60)
+def test_wrong_meshes_of_experts_are_refused_in_one_line_on_every_rank(rank: int) -> None:
     mesh, told = _mesh(), []
     whole, halves = _mesh(1), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
@@ -419,10 +396,6 @@ def _refused(rank: int, world: int) -> list[str]:
     with pytest.raises(zs.PlanMismatch) as differs:
         zs.shard(model, mesh_of={PATTERN: mesh})
     told.append(str(differs.value))
-    return told
-
-
-def test_wrong_meshes_of_experts_are_refused_in_one_line_on_every_rank() -> None:
     messages = (
         "mesh_of: '*.expert' matches no module of Mixture that holds parameters",
         "module 'layers.0.experts' belongs to '*.experts' and to 'layers.?.experts'",
@@ -436,15 +409,27 @@ def test_wrong_meshes_of_experts_are_refused_in_one_line_on_every_rank() -> None
         "are one tensor, which would lie over two meshes",
         "about 'initial value of layers.0.experts.up': rank 0",
     )
-    for told in run_ranks(4, _refused, timeout=60):
-        for message, text in zip(messages, told, strict=True):
-            assert message in text and "\n" not in text, (message, text)
+    for message, text in zip(messages, told, strict=True):
+        assert message in text and "\n" not in text, (message, text)
 
 
 # ---------------------------------------------------------------------------- .grad by hand
 
 
-def _assigned(rank: int, world: int, row: str) -> None:
+def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.125)
+
+
+def _values(engine: zs.Engine, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    with engine.gathered(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+@on_ranks(4)
+def test_a_gradient_assigned_to_an_expert_is_that_of_the_ranks_that_hold_it(
+    rank: int, row: str
+) -> None:
     mesh = _mesh()
     place = mesh.get_local_rank("ep")
     model, optimizer, engine = _sharded(Stacked, mesh, row, optimizer=_plain_sgd)
@@ -464,17 +449,3 @@ def _assigned(rank: int, world: int, row: str) -> None:
         optimizer.step()
     engine.reset()
     engine.close()
-
-
-def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.125)
-
-
-def _values(engine: zs.Engine, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    with engine.gathered(parameters):
-        return [parameter.detach().clone() for parameter in parameters]
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
-def test_a_gradient_assigned_to_an_expert_is_that_of_the_ranks_that_hold_it(row: str) -> None:
-    run_ranks(4, _assigned, row)

@@ -16,7 +16,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support.families import FAMILIES, TINY
 from tests.support.family_training import STAGES, Contender, compare, train
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 
 STEPS = 6
 # a decoder, a tied and a shared embedding, buffers, experts, and frozen weights of two dtypes
@@ -111,7 +111,13 @@ class _Late(torch.autograd.Function):
         return grad, None
 
 
-def _through_two(rank: int, world: int, stage: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_backward_through_two_engines_does_not_stall_when_ranks_are_late(
+    rank: int, stage: int
+) -> None:
+    """A rank that waits in one engine is awaited by its peers in the other."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
     second = nn.Sequential(
@@ -135,13 +141,6 @@ def _through_two(rank: int, world: int, stage: int) -> None:
         optimizers[1].zero_grad()
     for engine in engines:
         engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_through_two_engines_does_not_stall_when_ranks_are_late(stage: int) -> None:
-    """A rank that waits in one engine is awaited by its peers in the other."""
-    run_ranks(2, _through_two, stage)
 
 
 # ------------------------------------------------------------------------- activation checkpointing

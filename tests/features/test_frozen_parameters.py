@@ -9,26 +9,14 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.cases import (
-    WIDTH,
-    Backward,
-    Case,
-    lora,
-    seeded,
-    train_case,
-)
-from tests.support.harness import run_ranks
-from tests.support.training import (
-    ROWS,
-    batch,
-    make_model,
-    take_steps,
-    two_groups,
-)
+from tests.support.cases import WIDTH, Backward, Case, lora, seeded, train_case
+from tests.support.harness import on_ranks
+from tests.support.training import ROWS, batch, final_state, make_model, take_steps, two_groups
 from zeroshard.errors import CheckpointError, ConfigError
 
 
-def _frozen_in_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_frozen_parameters_may_be_in_the_optimizer_and_take_no_state(rank: int) -> None:
     """People write AdamW(model.parameters()) also when half of the model is frozen."""
     for row in ROWS:
         model = seeded(lora)()
@@ -50,11 +38,8 @@ def _frozen_in_optimizer(rank: int, world: int) -> None:
         assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
 
 
-def test_frozen_parameters_may_be_in_the_optimizer_and_take_no_state() -> None:
-    run_ranks(2, _frozen_in_optimizer)
-
-
-def _toggled(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_requires_grad_switched_off_and_on_again_skips_the_gradient(rank: int) -> None:
     def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
         inner = getattr(module, "module", module)
         inner.blocks[1].requires_grad_(step % 3 != 1)
@@ -66,21 +51,18 @@ def _toggled(rank: int, world: int) -> list[str]:
     case = Case(make_model, run, ddp=None)
     reference = train_case(rank, "reference", case)
     kinds = [(row, "shared_memory") for row in ROWS] + [("zero3", "gloo")]
-    return [
+    differences = [
         f"{kind}: {name}"
         for kind in kinds
         for name in train_case(rank, kind[0], case, comm=zs.Comm(transport=kind[1])).differs_from(
             reference
         )
     ]
+    assert not differences, differences
 
 
-def test_requires_grad_switched_off_and_on_again_skips_the_gradient() -> None:
-    for differences in run_ranks(2, _toggled):
-        assert not differences, differences
-
-
-def _thawed(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_that_is_switched_on_later_is_refused_by_name(rank: int) -> None:
     model = seeded(lora)()
     engine = zs.shard(
         model, two_groups(nn.ParameterList([p for p in model.parameters() if p.requires_grad]))
@@ -94,11 +76,10 @@ def _thawed(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_a_frozen_parameter_that_is_switched_on_later_is_refused_by_name() -> None:
-    run_ranks(2, _thawed)
-
-
-def _alone(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_checkpoint_without_frozen_parameters_resumes_in_every_row(
+    rank: int, tmp_path: Path
+) -> None:
     def sharded(row: str) -> tuple[nn.Module, torch.optim.Optimizer, zs.Engine]:
         model = seeded(lora)()
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
@@ -106,8 +87,8 @@ def _alone(rank: int, world: int, folder: Path) -> None:
 
     model, optimizer, engine = sharded("zero3")
     take_steps(rank, 2, model, optimizer)
-    path = zs.save(folder / "adapter", engine, step=2, frozen=False)
-    whole = zs.save(folder / "whole", engine, step=2)
+    path = zs.save(tmp_path / "adapter", engine, step=2, frozen=False)
+    whole = zs.save(tmp_path / "whole", engine, step=2)
     sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in (path, whole)]
     trained, every = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or keep)
@@ -115,20 +96,15 @@ def _alone(rank: int, world: int, folder: Path) -> None:
     )
     assert sizes[1] - sizes[0] > 4 * (every - trained), sizes
     take_steps(rank, 2, model, optimizer)
-    expected = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    expected = final_state(model, engine)
     for row in ROWS:
         for saved in ("adapter", "whole"):
             model, optimizer, engine = sharded(row)
             if saved == "adapter":
                 with pytest.raises(CheckpointError, match="is not in the checkpoint"):
-                    zs.load(folder / saved, engine)
-            assert zs.load(folder / saved, engine, frozen=False).skipped == []
+                    zs.load(tmp_path / saved, engine)
+            assert zs.load(tmp_path / saved, engine, frozen=False).skipped == []
             take_steps(rank, 2, model, optimizer)
             state = engine.full_state_dict(rank0_only=False)
             assert all(torch.equal(state[name], expected[name]) for name in expected), row
             engine.close()
-
-
-def test_a_checkpoint_without_frozen_parameters_resumes_in_every_row(tmp_path: Path) -> None:
-    run_ranks(2, _alone, tmp_path)

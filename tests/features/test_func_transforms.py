@@ -12,7 +12,7 @@ import torch
 from torch.func import functional_call, grad, jvp, vmap
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     TRANSPORTS,
     Net,
@@ -83,7 +83,20 @@ def _numbers(
     return loss.item(), final_state(model, engine)
 
 
-def _equal(rank: int, world: int, row: str, transport: str, gathered: bool) -> None:
+@pytest.mark.parametrize(
+    ("row", "transport", "gathered"),
+    [
+        ("ddp", "gloo", False),
+        ("zero1", "gloo", False),
+        ("zero1", "shared_memory", False),
+        ("zero3", "gloo", True),
+        ("zero3", "shared_memory", True),
+    ],
+)
+@on_ranks(2)
+def test_transforms_give_plain_torchs_numbers_where_the_weights_stay(
+    row: str, transport: str, gathered: bool
+) -> None:
     for program in PROGRAMS:
         (loss, state), (expected_loss, expected) = (
             _numbers(program, row, transport, gathered),
@@ -95,23 +108,11 @@ def _equal(rank: int, world: int, row: str, transport: str, gathered: bool) -> N
         ], program.__name__
 
 
-@pytest.mark.parametrize(
-    ("row", "transport", "gathered"),
-    [
-        ("ddp", "gloo", False),
-        ("zero1", "gloo", False),
-        ("zero1", "shared_memory", False),
-        ("zero3", "gloo", True),
-        ("zero3", "shared_memory", True),
-    ],
-)
-def test_transforms_give_plain_torchs_numbers_where_the_weights_stay(
-    row: str, transport: str, gathered: bool
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_transforms_are_refused_on_every_rank_where_the_weights_would_be_released_inside(
+    transport: str,
 ) -> None:
-    run_ranks(2, _equal, row, transport, gathered)
-
-
-def _refused(rank: int, world: int, transport: str) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, comm=zs.Comm(transport=transport))
@@ -131,10 +132,3 @@ def _refused(rank: int, world: int, transport: str) -> None:
     functional_call(model, dict(model.named_parameters()), (X, Y)).backward()
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_transforms_are_refused_on_every_rank_where_the_weights_would_be_released_inside(
-    transport: str,
-) -> None:
-    run_ranks(2, _refused, transport)

@@ -13,14 +13,14 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
+    ROWS,
     TRANSPORTS,
     batch,
     equal,
     make_model,
     make_sharded,
-    on_rows,
     take_steps,
     two_groups,
 )
@@ -28,7 +28,11 @@ from zeroshard.errors import StateError
 from zeroshard.runtime.engine import states_of
 
 
-def _written_back(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others(
+    rank: int, row: str
+) -> None:
     model, optimizer, engine = make_sharded(row)
     take_steps(rank, 1, model, optimizer)
     before = engine.full_state_dict(rank0_only=False)
@@ -62,10 +66,6 @@ def _written_back(rank: int, world: int, row: str) -> None:
     assert equal(engine.full_state_dict(rank0_only=False), expected), row
     take_steps(rank, [1], model, optimizer)
     engine.close()
-
-
-def test_gathered_with_writeback_keeps_rank_0s_edits_or_equal_ones_and_refuses_others() -> None:
-    on_rows(_written_back)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,8 @@ def test_what_is_kept_of_a_weight_lives_on_while_the_engine_trains(how: str) -> 
         run_ranks(2, _numbers_kept, transport, how)
 
 
-def _memory_of_kept(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_memory_that_an_array_holds_is_left_to_it_alone(rank: int) -> None:
     model, _, engine = make_sharded(transport="gloo")
     weight = inside.unit(engine, "blocks.1").segments[0].flat
     with engine.gathered():
@@ -273,18 +274,15 @@ def _memory_of_kept(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_memory_that_an_array_holds_is_left_to_it_alone() -> None:
-    run_ranks(2, _memory_of_kept)
-
-
-def _packed_by_numpy(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_saved_tensors_may_be_packed_by_numpy(rank: int, transport: str) -> None:
     losses = []
     for packs in (False, True):
         model, optimizer, engine = make_sharded(transport=transport)
         for step in range(3):
             with torch.autograd.graph.saved_tensors_hooks(
-                (lambda t: t.detach().numpy().copy()) if packs else (lambda t: t),
-                torch.as_tensor,
+                (lambda t: t.detach().numpy().copy()) if packs else (lambda t: t), torch.as_tensor
             ):
                 loss = model(*batch(rank, step))
             loss.backward()
@@ -293,11 +291,6 @@ def _packed_by_numpy(rank: int, world: int, transport: str) -> None:
             losses.append(loss.item())
         engine.close()
     assert losses[:3] == losses[3:]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_saved_tensors_may_be_packed_by_numpy(transport: str) -> None:
-    run_ranks(2, _packed_by_numpy, transport)
 
 
 def _offloaded_after_numpy(rank: int, world: int, row: str, transport: str) -> None:

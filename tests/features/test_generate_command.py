@@ -215,10 +215,7 @@ def test_what_generation_config_cannot_have_is_one_line(
 
 @pytest.mark.parametrize("where", ["config", "model", "tokenizer"])
 def test_no_python_of_the_models_directory_is_run_and_nobody_is_asked(
-    where: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write(tmp_path)
     name, more = {
@@ -268,11 +265,7 @@ def test_attention_from_a_hub_is_refused(
     ],
 )
 def test_odd_files_of_a_models_directory_are_one_line(
-    name: str,
-    content: bytes | None,
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, content: bytes | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)

@@ -8,14 +8,18 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 
 pytest.importorskip("transformers")
 
 TOKENS = 6
 
 
-def _generate(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@on_ranks(2)
+def test_each_unit_is_gathered_once_per_token_and_not_at_all_inside_gathered(
+    transport: str,
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -45,13 +49,6 @@ def _generate(rank: int, world: int, transport: str) -> None:
         assert run() == expected and run() == expected
         assert "all_gather" not in engine.traffic().calls
     engine.close()
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_each_unit_is_gathered_once_per_token_and_not_at_all_inside_gathered(
-    transport: str,
-) -> None:
-    run_ranks(2, _generate, transport)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -22,6 +22,7 @@ from tests.support.training import (
     batch,
     final_state,
     make_model,
+    make_sharded,
     take_steps,
     two_groups,
     wrapped,
@@ -92,7 +93,11 @@ HOOKS = {
 }
 
 
-def _hooked(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, list[str]]:
+@by_pairs({"hooks": tuple(HOOKS), "row": ROWS, "transport": TRANSPORTS}, slow_by="hooks")
+@on_ranks(2)
+def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(
+    rank: int, cases: list[dict[str, str]]
+) -> None:
     @functools.cache
     def by_ddp(hooks: str) -> tuple[Run, list[str]]:
         return _run(rank, "torch-ddp", "auto", *HOOKS[hooks])
@@ -106,22 +111,12 @@ def _hooked(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, lis
         out[", ".join(case.values())] = run.differs_from(reference) + (
             [] if sorted(log) == sorted(expected) else ["log"]
         )
-    return out
-
-
-@by_pairs({"hooks": tuple(HOOKS), "row": ROWS, "transport": TRANSPORTS}, slow_by="hooks")
-def test_hooks_on_gradients_see_and_change_what_they_do_under_ddp(
-    cases: list[dict[str, str]],
-) -> None:
-    for differences in run_ranks(2, _hooked, cases):
-        assert not any(differences.values()), differences
+    assert not any(out.values()), out
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     weight = model.blocks[1].up.weight
     alone = torch.optim.SGD([weight], lr=1.0)
     seen = []
@@ -154,7 +149,9 @@ def test_a_hook_that_comes_after_ours_finds_a_sealed_gradient(row: str) -> None:
 # ---------------------------------------------------------------------------- the optimizer's state
 
 
-def _edited(rank: int, world: int, row: str) -> list[str]:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_the_optimizers_state_and_options_may_be_edited_in_place(rank: int, row: str) -> None:
     runs = {}
     for kind in ("torch-ddp", row):
         model = make_model()
@@ -162,9 +159,7 @@ def _edited(rank: int, world: int, row: str) -> list[str]:
         engine = None if kind == "torch-ddp" else zs.shard(model, optimizer, policy=kind)
         module = DistributedDataParallel(model) if engine is None else model
         for step in range(6):
-            module(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], module, optimizer)
             if step == 2:  # restart the second moments, and halve the first
                 for state in optimizer.state.values():
                     state["exp_avg"].mul_(0.5)
@@ -184,12 +179,8 @@ def _edited(rank: int, world: int, row: str) -> list[str]:
         )
         if engine is not None:
             engine.close()
-    return runs[row].differs_from(runs["torch-ddp"])
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_the_optimizers_state_and_options_may_be_edited_in_place(row: str) -> None:
-    assert run_ranks(2, _edited, row) == [[], []]
+    found = runs[row].differs_from(runs["torch-ddp"])
+    assert found == []
 
 
 def _steps_in_the_backward(parameter: torch.Tensor) -> None:
@@ -203,7 +194,11 @@ def _clears(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _hooks_that_take(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_hook_that_steps_or_clears_inside_the_backward_is_told_by_name(
+    rank: int, row: str
+) -> None:
     for hook in (_steps_in_the_backward, _clears):
         model = make_model()
         optimizer = two_groups(model)
@@ -219,8 +214,3 @@ def _hooks_that_take(rank: int, world: int, row: str) -> None:
         model(*batch(rank, 0)).backward()
         optimizer.step()
         engine.close()
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_a_hook_that_steps_or_clears_inside_the_backward_is_told_by_name(row: str) -> None:
-    run_ranks(2, _hooks_that_take, row)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.sums import sum_in_order, sum_of_micro_batches
 from tests.support.training import (
     ROWS,
@@ -23,6 +23,7 @@ from tests.support.training import (
     final_state,
     make_model,
     make_sharded,
+    take_steps,
     two_groups,
 )
 
@@ -75,7 +76,10 @@ def _by_hand(world: int, *, micro_batches_first: bool) -> dict[str, torch.Tensor
     return out
 
 
-def _sums(rank: int, world: int) -> dict[str, list[str]]:
+@on_ranks(3, timeout=100)
+def test_the_sum_has_the_bits_of_one_by_hand_and_the_mean_is_that_divided(
+    rank: int, world: int
+) -> None:
     out = {}
     for name, (row, options) in PAIRS.items():
         added = _gradients(rank, row, {**options, "gradient_reduction": "sum"})
@@ -85,12 +89,7 @@ def _sums(rank: int, world: int) -> dict[str, list[str]]:
             first = row in ("ddp", "zero1")
             by_hand = _by_hand(world, micro_batches_first=first)
             out[f"{name}, by hand"] = differences(added, by_hand)
-    return out
-
-
-def test_the_sum_has_the_bits_of_one_by_hand_and_the_mean_is_that_divided() -> None:
-    for found in run_ranks(3, _sums, timeout=100):
-        assert len(found) == len(PAIRS) + len(ROWS) and not any(found.values()), found
+    assert len(out) == len(PAIRS) + len(ROWS) and not any(out.values()), out
 
 
 def _train(
@@ -112,7 +111,8 @@ def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return two_groups(model, torch.optim.SGD)
 
 
-def _of_two(rank: int, world: int) -> dict[str, list[str]]:
+@on_ranks(2, timeout=100)
+def test_steps_and_clips_take_the_sum(rank: int) -> None:
     """On two ranks the sum has the bits of a mean of losses times two."""
     out = {}
     for row in ROWS:
@@ -125,49 +125,22 @@ def _of_two(rank: int, world: int) -> dict[str, list[str]]:
         out[option] = differences(
             _train(rank, "zero3", gradient_reduction="sum", **clipped), by_loss
         )
-    return out
+    assert not any(out.values()), out
 
 
-def test_steps_and_clips_take_the_sum() -> None:
-    for found in run_ranks(2, _of_two, timeout=100):
-        assert not any(found.values()), found
-
-
-def _changed(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_a_repartition_keeps_the_sum(rank: int) -> None:
     """An engine that is laid out anew goes on with sums."""
     states = []
     for changes in (True, False):
         model, optimizer, engine = make_sharded("zero2", optimizer=_sgd, gradient_reduction="sum")
         for step in range(2):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer, engine)
             if changes and step == 0:
                 engine.repartition(policy="zero3")
         states.append(final_state(model, engine))
-    return differences(states[0], states[1])
-
-
-def test_a_repartition_keeps_the_sum() -> None:
-    assert run_ranks(2, _changed) == [[], []]
-
-
-def _joined(rank: int, world: int) -> list[str]:
-    """In ``join()`` a rank without data adds nothing to the sum."""
-    model, optimizer, engine = make_sharded("zero3", optimizer=_sgd, gradient_reduction="sum")
-    with engine.join():
-        for step in range(2 - rank):
-            engine.backward(model(*batch(rank, step)))
-            optimizer.step()
-            optimizer.zero_grad()
-    plain = make_model()
-    sgd = _sgd(plain)
-    for step in range(2):
-        totals = _sum_of(plain, step, 2 - step)
-        for parameter, total in zip(plain.parameters(), totals, strict=True):
-            parameter.grad = total
-        sgd.step()
-    return differences(final_state(model, engine), dict(plain.state_dict()))
+    found = differences(states[0], states[1])
+    assert found == []
 
 
 def _sum_of(model: torch.nn.Module, step: int, ranks: int) -> list[torch.Tensor]:
@@ -176,45 +149,41 @@ def _sum_of(model: torch.nn.Module, step: int, ranks: int) -> list[torch.Tensor]
     return [sum_in_order(parts) for parts in zip(*of, strict=True)]
 
 
-def test_a_rank_without_data_adds_nothing() -> None:
-    assert run_ranks(2, _joined) == [[], []]
+@on_ranks(2)
+def test_a_rank_without_data_adds_nothing(rank: int) -> None:
+    """In ``join()`` a rank without data adds nothing to the sum."""
+    model, optimizer, engine = make_sharded("zero3", optimizer=_sgd, gradient_reduction="sum")
+    with engine.join():
+        take_steps(rank, 2 - rank, model, optimizer, engine)
+    plain = make_model()
+    sgd = _sgd(plain)
+    for step in range(2):
+        totals = _sum_of(plain, step, 2 - step)
+        for parameter, total in zip(plain.parameters(), totals, strict=True):
+            parameter.grad = total
+        sgd.step()
+    found = differences(final_state(model, engine), dict(plain.state_dict()))
+    assert found == []
 
 
-def _assigned(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_an_assigned_gradient_is_taken_as_it_is(rank: int, world: int) -> None:
     """An assigned gradient is taken as it is; the others are sums."""
     added = _gradients(rank, "zero2", {"gradient_reduction": "sum"}, assign=True)
     mean = _gradients(rank, "zero2", {}, assign=True)
     ones = added.pop("norm.weight")
     assert torch.equal(ones, torch.ones_like(ones)) and torch.equal(mean.pop("norm.weight"), ones)
-    return differences({name: one / world for name, one in added.items()}, mean)
+    found = differences({name: one / world for name, one in added.items()}, mean)
+    assert found == []
 
 
-def test_an_assigned_gradient_is_taken_as_it_is() -> None:
-    assert run_ranks(2, _assigned) == [[], []]
-
-
-def _weighted(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_forms_a_mean_and_ranks_that_differ_are_refused(rank: int) -> None:
     model, _, engine = make_sharded("zero2", gradient_reduction="sum")
-    engine.backward(model(*batch(rank, 0)), weight=3)
-
-
-def _differs(rank: int, world: int) -> None:
-    make_sharded("zero2", gradient_reduction="sum" if rank else "mean")
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "words"),
-    [
-        (_weighted, "ConfigError", "leave weight out and multiply the loss"),
-        (_differs, "PlanMismatch", "gradient_reduction"),
-    ],
-)
-def test_what_forms_a_mean_and_ranks_that_differ_are_refused(
-    what: Any, error: str, words: str
-) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, what)
-    assert caught.value.type_name == error and words in caught.value.message
+    with pytest.raises(zs.ConfigError, match="leave weight out and multiply the loss"):
+        engine.backward(model(*batch(rank, 0)), weight=3)
+    with pytest.raises(zs.PlanMismatch, match="gradient_reduction"):
+        make_sharded("zero2", gradient_reduction="sum" if rank else "mean")
 
 
 @pytest.mark.parametrize("options", [{"batch_shares": [0.5, 0.5]}, {"leaves": 4}])

@@ -27,7 +27,7 @@ from tests.support.cases import (
     simple,
     train_case,
 )
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -35,6 +35,7 @@ from tests.support.training import (
     Net,
     batch,
     make_model,
+    make_sharded,
     take_steps,
     two_groups,
 )
@@ -360,26 +361,28 @@ CASES = {
 }
 
 
-def _compare(rank: int, world: int, name: str, rows: tuple[str, ...]) -> dict[str, list[str]]:
-    return compare_case(rank, CASES[name], rows)
-
-
 @pytest.mark.parametrize(
     "rows",
     [("zero1", "zero3"), pytest.param(ROWS, marks=pytest.mark.slow)],
     ids=["two rows", "every row"],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_hard_case_trains_to_ddps_bits(name: str, rows: tuple[str, ...]) -> None:
-    for differences in run_ranks(2, _compare, name, rows):
-        assert not any(differences.values()), differences
+@on_ranks(2)
+def test_hard_case_trains_to_ddps_bits(rank: int, name: str, rows: tuple[str, ...]) -> None:
+
+    differences = compare_case(rank, CASES[name], rows)
+    assert not any(differences.values()), differences
 
 
 def _routed(rank: int, step: int) -> tuple[Any, ...]:
     return *batch(rank, step), [0, 1, 2, 3]
 
 
-def _ends_early(rank: int, world: int, transport: str) -> list[str]:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_what_was_gathered_ahead_of_a_forward_that_ended_early_is_released(
+    rank: int, transport: str
+) -> None:
     model = seeded(Routed)()
     optimizer = two_groups(model)
     comm = zs.Comm(transport=transport, node_size=None)  # type: ignore[arg-type]
@@ -389,15 +392,13 @@ def _ends_early(rank: int, world: int, transport: str) -> list[str]:
         model(*batch(rank, 2), [0])  # while the next block is on its way
     gathered = inside.gathered(engine)
     engine.close()
-    return gathered
+    assert gathered == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_was_gathered_ahead_of_a_forward_that_ended_early_is_released(transport: str) -> None:
-    assert run_ranks(2, _ends_early, transport) == [[], []]
-
-
-def _no_longer_on_tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
+@on_ranks(2)
+def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(
+    rank: int, tmp_path: Path
+) -> None:
     """Moments and weight decay would go on moving a block that is no longer used, if a step on
     another tier took it along.
     """
@@ -405,17 +406,13 @@ def _no_longer_on_tiers(rank: int, world: int, path: str) -> dict[str, list[str]
     reference = train_case(rank, "reference", case)
     offloads = {
         "host": zs.Offload(optimizer="host"),
-        "disk": zs.Offload(optimizer="disk", disk_path=path),
+        "disk": zs.Offload(optimizer="disk", disk_path=str(tmp_path)),
     }
-    return {
+    differences = {
         tier: train_case(rank, "zero2", case, units=[""], offload=offload).differs_from(reference)
         for tier, offload in offloads.items()
     }
-
-
-def test_what_is_no_longer_used_is_not_stepped_on_another_tier_either(tmp_path: Path) -> None:
-    for differences in run_ranks(2, _no_longer_on_tiers, str(tmp_path)):
-        assert not any(differences.values()), differences
+    assert not any(differences.values()), differences
 
 
 # ---------------------------------------------------------------------- parameters without gradient
@@ -444,7 +441,8 @@ def test_a_parameter_that_no_rank_uses_keeps_value_and_state_and_has_no_gradient
         run_ranks(2, _unused, row)
 
 
-def _by_halves(rank: int, world: int) -> dict[str, list[str]]:
+@on_ranks(2)
+def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks(rank: int) -> None:
     """One block runs twice: a rank uses one half each time, the other both at once."""
 
     def run(module: nn.Module, backward: Backward, rank: int, step: int) -> list[torch.Tensor]:
@@ -461,21 +459,19 @@ def _by_halves(rank: int, world: int) -> dict[str, list[str]]:
 
     case = Case(seeded(Twice), run, ddp=None)
     reference = train_case(rank, "reference", case)
-    return {row: train_case(rank, row, case).differs_from(reference) for row in ROWS}
-
-
-def test_a_unit_whose_gradients_come_at_different_times_on_different_ranks() -> None:
-    for differences in run_ranks(2, _by_halves):
-        assert not any(differences.values()), differences
+    differences = {row: train_case(rank, row, case).differs_from(reference) for row in ROWS}
+    assert not any(differences.values()), differences
 
 
 # ----------------------------------------------------------------------------- stale weights, races
 
 
-def _stale(rank: int, world: int, row: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_backward_after_a_step_of_an_older_forward_is_an_error_in_every_row(
+    rank: int, row: str
+) -> None:
+    model, optimizer, engine = make_sharded(row)
     losses = [model(*batch(rank, step)) for step in range(2)]
     losses[0].backward()
     optimizer.step()
@@ -503,11 +499,8 @@ def _stale(rank: int, world: int, row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_backward_after_a_step_of_an_older_forward_is_an_error_in_every_row(row: str) -> None:
-    run_ranks(2, _stale, row)
-
-
-def _race(rank: int, world: int, row: str) -> None:
+@on_ranks(2)
+def test_one_rank_evaluates_between_backward_and_step_with_delays(rank: int, row: str) -> None:
     """One rank evaluates between backward and step, slowly; the weights that it reads are those
     of before the step, all of them.
     """
@@ -532,11 +525,6 @@ def _race(rank: int, world: int, row: str) -> None:
             with torch.no_grad():
                 model(*batch(9, step))
     engine.close()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_one_rank_evaluates_between_backward_and_step_with_delays(row: str) -> None:
-    run_ranks(2, _race, row)
 
 
 def test_parameters_with_gaps_and_with_shared_elements_train_as_dense_ones() -> None:
@@ -577,10 +565,14 @@ class LongNames(nn.Module):
         return self.inner[LONG]["_checkpoint_wrapped" * 20](*args)
 
 
-def _long_names(rank: int, world: int, folder: Path, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "nccl"])
+@on_ranks(2)
+def test_the_path_of_a_parameter_may_have_any_length(
+    rank: int, transport: str, tmp_path: Path
+) -> None:
     models, losses = [make_model(), LongNames()], []
     for model in models:
-        tiers = {"offload": zs.Offload(optimizer="disk", disk_path=str(folder))}
+        tiers = {"offload": zs.Offload(optimizer="disk", disk_path=str(tmp_path))}
         engine = zs.shard(
             model,
             optimizer := two_groups(model),
@@ -589,14 +581,9 @@ def _long_names(rank: int, world: int, folder: Path, transport: str) -> None:
             **(tiers if model is models[1] else {}),
         )
         losses.append(take_steps(rank, 2, model, optimizer, engine))
-        zs.save(folder / type(model).__name__, engine, step=2)
+        zs.save(tmp_path / type(model).__name__, engine, step=2)
         losses[-1] += take_steps(rank, [2], model, optimizer, engine)
-        zs.load(folder / type(model).__name__, engine)
+        zs.load(tmp_path / type(model).__name__, engine)
         losses[-1] += take_steps(rank, [2], model, optimizer, engine)
         engine.close()
     assert losses[0] == losses[1] and losses[0][2] == losses[0][3]
-
-
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "nccl"])
-def test_the_path_of_a_parameter_may_have_any_length(transport: str, tmp_path: Path) -> None:
-    run_ranks(2, _long_names, tmp_path, transport)

@@ -18,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.hosts import pretended_host
 from tests.support.training import (
     ROWS,
     Net,
     batch,
     bytes_between_nodes,
+    final_state,
     make_model,
     make_sharded,
     one_step,
@@ -48,10 +49,20 @@ WIDTH = 64  # every parameter but the embedding and the head fills whole slots, 
 # --------------------------------------------------------------------------------------------- bits
 
 
-def _runs(
-    rank: int, world: int, transport: str, precision: str, steps: int, micro_batches: int
-) -> dict[str, list[str]]:
-    """Train every row with every lowering; return what differs from ddp, flat."""
+@pytest.mark.parametrize(
+    ("transport", "precision", "steps"),
+    [
+        ("gloo", "fp32", 2),
+        pytest.param("gloo", "fp32", 4, marks=pytest.mark.slow),
+        pytest.param("shared_memory", "bf16", 4, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4, timeout=110)
+def test_rows_and_lowerings_give_the_same_bits(
+    rank: int, transport: str, precision: str, steps: int
+) -> None:
+    """Train every row with every lowering; compare with ddp, flat."""
+    micro_batches = 2
     make = functools.partial(two_groups, fused=True, foreach=False)
     options = {
         "optimizer": make,
@@ -67,25 +78,17 @@ def _runs(
                 continue
             comm = zs.Comm(transport=transport, node_size=2, hierarchical=lowering)
             runs[f"{row}, {name}"] = train(rank, row, steps, comm=comm, **options)
-    return {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
+    differences = {name: run.differs_from(runs["ddp, flat"]) for name, run in runs.items()}
+    assert not any(differences.values()), differences
 
 
 @pytest.mark.parametrize(
-    ("transport", "precision", "steps"),
-    [
-        ("gloo", "fp32", 2),
-        pytest.param("gloo", "fp32", 4, marks=pytest.mark.slow),
-        pytest.param("shared_memory", "bf16", 4, marks=pytest.mark.slow),
-    ],
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
 )
-def test_rows_and_lowerings_give_the_same_bits(transport: str, precision: str, steps: int) -> None:
-    for differences in run_ranks(4, _runs, transport, precision, steps, 2, timeout=110):
-        assert not any(differences.values()), differences
-
-
-def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[str]]]:
-    """Train every row with micro-batches inside no_sync; return, per class, what differs from
-    its first row.
+@on_ranks(4, timeout=110)
+def test_inside_no_sync_rows_are_equal_within_each_class(rank: int, transport: str) -> None:
+    """Train every row with micro-batches inside no_sync; compare with the first row of its
+    class.
     """
     out = {}
     options = {"micro_batches": 3, "no_sync": True, "clip": 0.1, "model": SMALL}
@@ -95,21 +98,16 @@ def _classes(rank: int, world: int, transport: str) -> dict[str, dict[str, list[
             comm = zs.Comm(transport=transport, node_size=2)
             runs[row] = train(rank, row, 3, comm=comm, **options)
         out[rows[0]] = {row: run.differs_from(runs[rows[0]]) for row, run in runs.items()}
-    return out
+    for differences in out.values():
+        assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
-)
-def test_inside_no_sync_rows_are_equal_within_each_class(transport: str) -> None:
-    for classes in run_ranks(4, _classes, transport, timeout=110):
-        for differences in classes.values():
-            assert not any(differences.values()), differences
-
-
-def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
-    """Accumulate inside no_sync where a node is all ranks, and where it is one; return what
-    differs from zero3 or zero1.
+@on_ranks(2, timeout=90)
+def test_gradients_accumulate_inside_no_sync_on_one_node_and_on_nodes_of_one_rank(
+    rank: int,
+) -> None:
+    """Accumulate inside no_sync where a node is all ranks, and where it is one; compare with zero3
+    or zero1.
     """
     options = {"micro_batches": 3, "no_sync": True, "clip": 0.1, "model": SMALL}
     tiers = {"device": None, "host": zs.Offload(grad="host", optimizer="host", fraction=0.4)}
@@ -124,38 +122,7 @@ def _accumulated(rank: int, world: int) -> dict[str, list[str]]:
         for tier, offload in tiers.items():
             run = train(rank, row, 3, comm=zs.Comm(node_size=1), offload=offload, **options)
             out[f"{row}, nodes of one rank, {tier}"] = run.differs_from(runs["zero1"])
-    return out
-
-
-def test_gradients_accumulate_inside_no_sync_on_one_node_and_on_nodes_of_one_rank() -> None:
-    for differences in run_ranks(2, _accumulated, timeout=90):
-        assert not any(differences.values()), differences
-
-
-def _recomputed(rank: int, world: int, row: str) -> list[list[str]]:
-    """Train with recomputed blocks, and with two forwards before each backward; return what
-    differs from zero3.
-    """
-    comm = zs.Comm(transport="gloo", node_size=2)
-    out = []
-    for forward in (_with_checkpoints, _twice):
-        runs = []
-        for kind in ("zero3", row):
-            model = SMALL()
-            optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=kind, comm=comm)
-            for step in range(3):
-                forward(model, rank, step).backward()
-                with torch.no_grad():
-                    model(*batch(rank, 99))  # between backward and step
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
-        out.append(
-            [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
-        )
-    return out
+    assert not any(out.values()), out
 
 
 def _with_checkpoints(model: Net, rank: int, step: int) -> torch.Tensor:
@@ -174,12 +141,35 @@ def _twice(model: Net, rank: int, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row", ["hpz", pytest.param("mics", marks=pytest.mark.slow), "hfsdp"])
-def test_recomputation_and_several_forwards_keep_the_bits(row: str) -> None:
-    assert run_ranks(4, _recomputed, row, timeout=60) == [[[], []]] * 4
+@on_ranks(4, timeout=60)
+def test_recomputation_and_several_forwards_keep_the_bits(rank: int, row: str) -> None:
+    """Train with recomputed blocks, and with two forwards before each backward; compare with
+    zero3.
+    """
+    comm = zs.Comm(transport="gloo", node_size=2)
+    out = []
+    for forward in (_with_checkpoints, _twice):
+        runs = []
+        for kind in ("zero3", row):
+            model = SMALL()
+            optimizer = two_groups(model)
+            engine = zs.shard(model, optimizer, policy=kind, comm=comm)
+            for step in range(3):
+                forward(model, rank, step).backward()
+                with torch.no_grad():
+                    model(*batch(rank, 99))  # between backward and step
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(final_state(model, engine))
+        out.append(
+            [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
+        )
+    assert out == [[], []]
 
 
-def _tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
-    """Train rows with states on other tiers; return what differs from zero3 on the device."""
+@on_ranks(4, timeout=90)
+def test_states_on_other_tiers_keep_the_bits(rank: int, tmp_path: Path) -> None:
+    """Train rows with states on other tiers; compare with zero3 on the device."""
     comm = zs.Comm(node_size=2)
     reference = train(rank, "zero3", 3, comm=comm, micro_batches=2, clip=0.1)
     out = {}
@@ -189,48 +179,39 @@ def _tiers(rank: int, world: int, path: str) -> dict[str, list[str]]:
         ("mics", {"weight": "host", "grad": "host", "optimizer": "disk"}),
         ("hfsdp", {"grad": "host", "optimizer": "host", "fraction": 0.5}),
     ):
-        offload = zs.Offload(disk_path=path if "disk" in states.values() else None, **states)  # type: ignore[arg-type]
+        offload = zs.Offload(
+            disk_path=str(tmp_path) if "disk" in states.values() else None, **states
+        )  # type: ignore[arg-type]
         run = train(rank, row, 3, comm=comm, micro_batches=2, clip=0.1, offload=offload)
         out[f"{row} {states}"] = run.differs_from(reference)
-    return out
+    assert not any(out.values()), out
 
 
-def test_states_on_other_tiers_keep_the_bits(tmp_path: Path) -> None:
-    for differences in run_ranks(4, _tiers, str(tmp_path), timeout=90):
-        assert not any(differences.values()), differences
-
-
-def _saved(rank: int, world: int, path: str) -> list[str]:
-    """Save in every mesh row, load in the next one and in zero3; return what differs."""
+@on_ranks(4, timeout=90)
+def test_checkpoints_lead_from_row_to_row(rank: int, tmp_path: Path) -> None:
+    """Save in every mesh row, load in the next one and in zero3; compare."""
     out = []
     for save, load in (("hpz", "mics"), ("mics", "hfsdp"), ("hfsdp", "zero3"), ("zero3", "mics")):
         states = []
         for row, loads in ((save, False), (load, True)):
-            model = make_model()
-            optimizer = two_groups(model)
-            engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2))
+            model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2))
             if loads:
-                zs.load(f"{path}/{save}", engine)
+                zs.load(f"{tmp_path}/{save}", engine)
             for step in range(2):
                 model(*batch(rank, step + 2 * loads)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 1 and not loads:
-                    zs.save(f"{path}/{save}", engine, step=2)
+                    zs.save(f"{tmp_path}/{save}", engine, step=2)
             if not loads:
                 take_steps(rank, range(2, 4), model, optimizer)
-            states.append(engine.full_state_dict(rank0_only=False))
-            engine.close()
+            states.append(final_state(model, engine))
         out += [
             f"{save} to {load}: {name}"
             for name, value in states[0].items()
             if not torch.equal(value, states[1][name])
         ]
-    return out
-
-
-def test_checkpoints_lead_from_row_to_row(tmp_path: Path) -> None:
-    assert run_ranks(4, _saved, str(tmp_path), timeout=90) == [[]] * 4
+    assert out == []
 
 
 def _meets_after_backward(rank: int, world: int, row: str, own: bool) -> None:
@@ -269,21 +250,21 @@ def test_ranks_may_meet_after_a_backward_whose_experts_are_summed_in_two_levels(
     run_ranks(4, _meets_after_backward, row, True, timeout=60)
 
 
-def _node_sizes(rank: int, world: int) -> list[list[str]]:
+@on_ranks(4, timeout=60)
+def test_nodes_of_a_power_of_two_do_not_change_the_bits(rank: int) -> None:
     runs = [
         train(rank, "zero3", 5, comm=zs.Comm(transport="gloo", node_size=size))
         for size in (None, 4, 2, 1)
     ]
-    return [run.differs_from(runs[0]) for run in runs]
+    differing = [run.differs_from(runs[0]) for run in runs]
+    assert not any(differing), differing
 
 
-def test_nodes_of_a_power_of_two_do_not_change_the_bits() -> None:
-    for differing in run_ranks(4, _node_sizes, timeout=60):
-        assert not any(differing), differing
-
-
-def _ordered(rank: int, world: int) -> tuple[str, dict[str, list[str]], dict[str, int]]:
-    """Train with ordered sums over the backend's collectives, as ranks of two hosts. Return the
+@on_ranks(4, timeout=100)
+def test_ordered_sums_over_hosts_go_in_two_levels_by_nodes_and_are_refused_without(
+    rank: int,
+) -> None:
+    """Train with ordered sums over the backend's collectives, as ranks of two hosts. Look at the
     error of flat ones that nobody asked for, what differs from gloo's bits on the same mesh, and
     the bytes of gradients from other nodes.
     """
@@ -305,22 +286,20 @@ def _ordered(rank: int, world: int) -> tuple[str, dict[str, list[str]], dict[str
             moved[name] = run.extra["traffic"].between_nodes["reduce_scatter"]
     with pretended_host(rank):  # hosts of one rank: flat is all there is
         train(rank, "zero3", 1, comm=zs.Comm(transport="nccl", ordered=True))
-    return str(caught.value), differing, moved
-
-
-def test_ordered_sums_over_hosts_go_in_two_levels_by_nodes_and_are_refused_without() -> None:
-    for refused, differing, moved in run_ranks(4, _ordered, timeout=100):
-        assert "Set comm.node_size" in refused and "comm.hierarchical=False" in refused
-        assert not differing.pop("meshes"), "nodes of two: the same tree"
-        assert not any(differing.values()), differing
-        assert 2 * moved["nodes"] == moved.get("nodes, flat", 2 * moved["nodes"]) > 0
+    refused, differing, moved = str(caught.value), differing, moved
+    assert "Set comm.node_size" in refused and "comm.hierarchical=False" in refused
+    assert not differing.pop("meshes"), "nodes of two: the same tree"
+    assert not any(differing.values()), differing
+    assert 2 * moved["nodes"] == moved.get("nodes, flat", 2 * moved["nodes"]) > 0
 
 
 # ------------------------------------------------------------------------------------------ traffic
 
 
-def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Train one step after a first, for every row and lowering; return bytes between nodes, all
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@on_ranks(4, timeout=100)
+def test_bytes_between_nodes_are_the_formula(rank: int, precision: str) -> None:
+    """Train one step after a first, for every row and lowering; look at bytes between nodes, all
     bytes, and elements with padding.
     """
     out = {}
@@ -341,25 +320,20 @@ def _counted(rank: int, world: int, precision: str) -> dict[tuple[str, str], tup
                 inside.padded_numel(engine),
             )
             engine.close()
-    return out
-
-
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_bytes_between_nodes_are_the_formula(precision: str) -> None:
-    for seen in run_ranks(4, _counted, precision, timeout=100):
-        for (row, name), (between, total, padded) in seen.items():
-            wires = Wires.of(PRECISIONS[precision])
-            formula = policy_row(row).wire_bytes(
-                numel=padded, mesh=MESH, wires=wires, two_level=LOWERINGS[name]
-            )
-            assert (between, total) == (formula.links.between, formula.total), (row, name)
+    for (row, name), (between, total, padded) in out.items():
+        wires = Wires.of(PRECISIONS[precision])
+        formula = policy_row(row).wire_bytes(
+            numel=padded, mesh=MESH, wires=wires, two_level=LOWERINGS[name]
+        )
+        assert (between, total) == (formula.links.between, formula.total), (row, name)
 
 
 # ------------------------------------------------------------------------------------------- memory
 
 
-def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
-    """Return bytes at rest, what the formula says, and the bytes of columns between forward and
+@on_ranks(4, timeout=60)
+def test_bytes_at_rest_are_the_formula(rank: int) -> None:
+    """Look at bytes at rest, what the formula says, and the bytes of columns between forward and
     backward.
     """
     out = {}
@@ -367,13 +341,7 @@ def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
         torch.manual_seed(0)
         model = Net(width=WIDTH, layers=3)
         optimizer = two_groups(model)
-        engine = zs.shard(
-            model,
-            optimizer,
-            policy=row,
-            precision="bf16",
-            comm=zs.Comm(node_size=2),
-        )
+        engine = zs.shard(model, optimizer, policy=row, precision="bf16", comm=zs.Comm(node_size=2))
         loss = model(*batch(rank, 0))
         columns = inside.column_bytes(engine)
         loss.backward()
@@ -391,20 +359,16 @@ def _at_rest(rank: int, world: int) -> dict[str, tuple[float, float, int]]:
             columns - (padded if row == "hpz" else 0),
         )
         engine.close()
-    return out
-
-
-def test_bytes_at_rest_are_the_formula() -> None:
-    for seen in run_ranks(4, _at_rest, timeout=60):
-        for row, (counted, formula, columns) in seen.items():
-            assert counted == pytest.approx(formula, rel=0.01), row  # moments have no padding
-            assert columns == 0, "hpz keeps 1/2 of the bf16 weights, the others nothing"
+    for row, (counted, formula, columns) in out.items():
+        assert counted == pytest.approx(formula, rel=0.01), row  # moments have no padding
+        assert columns == 0, "hpz keeps 1/2 of the bf16 weights, the others nothing"
 
 
 # ------------------------------------------------------------------------------------------- misuse
 
 
-def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
+@on_ranks(4, timeout=30)
+def test_the_node_size_comes_from_the_launcher() -> None:
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     model = make_model()
     with pytest.raises(ConfigError) as caught:
@@ -413,17 +377,12 @@ def _without_a_launcher(rank: int, world: int) -> tuple[str, str]:
     engine = zs.shard(model, two_groups(model), policy="hpz")
     name = engine.transport if hasattr(engine, "transport") else repr(engine)
     engine.close()
-    return str(caught.value), str(name)
-
-
-def test_the_node_size_comes_from_the_launcher() -> None:
-    for refused, name in run_ranks(4, _without_a_launcher, timeout=30):
-        assert (
-            refused
-            == "policy='hpz' needs to know the nodes: set comm.node_size (no launcher has set"
-            " LOCAL_WORLD_SIZE)"
-        )
-        assert "in nodes" in name
+    refused, name = str(caught.value), str(name)
+    assert (
+        refused == "policy='hpz' needs to know the nodes: set comm.node_size (no launcher has set"
+        " LOCAL_WORLD_SIZE)"
+    )
+    assert "in nodes" in name
 
 
 def test_column_weights_off_the_device_need_a_column_optimizer() -> None:
@@ -459,14 +418,10 @@ def test_ranks_that_disagree_about_the_node_size_are_told_who_says_what() -> Non
 
 
 def _flipped(rank: int, world: int, row: str) -> str:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(node_size=2), verify_every=2)
+    model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2), verify_every=2)
     try:
         for step in range(4):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             if rank == 3 and step == 2:
                 inside.alter_weights_at_rest(engine)
         engine.close()
@@ -490,9 +445,7 @@ def _compared(rank: int, world: int, tiers: dict[str, Any], alters: bool = False
     )
     try:
         for step in range(2):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
             if alters and rank == 3:
                 next(iter(optimizer.state.values()))["exp_avg"][0] += 1.0
         engine.close()

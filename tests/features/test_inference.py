@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.broken_storage import Broken
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import RankError, on_ranks, run_ranks
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.tier import disk
 
@@ -63,13 +63,17 @@ def _round(coder: Codec, model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------- tokens
 
 
-def _exact(rank: int, world: int, path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_weights_on_every_tier_generate_the_tokens_and_logits_of_the_plain_model(
+    world: int, tmp_path: Path
+) -> None:
     plain = _llama()
     expected, logits = _generate(plain), plain(PROMPT).logits
     for tier in ("device", "host", "disk"):
         for frozen in (False, True):
             model = _llama().requires_grad_(not frozen)
-            engine = zs.shard(model, None, policy="zero3", offload=_offload(tier, path))
+            engine = zs.shard(model, None, policy="zero3", offload=_offload(tier, tmp_path))
             assert _generate(model) == expected
             with torch.no_grad():
                 assert torch.equal(model(PROMPT).logits, logits)
@@ -79,21 +83,18 @@ def _exact(rank: int, world: int, path: Path) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_weights_on_every_tier_generate_the_tokens_and_logits_of_the_plain_model(
-    world: int, tmp_path: Path
+@pytest.mark.parametrize(("world", "name"), [(1, "int8"), (2, "int8"), (1, "int4")])
+@on_ranks()
+def test_weights_that_rest_encoded_generate_as_the_plain_model_with_the_codecs_weights(
+    rank: int, world: int, name: str, tmp_path: Path
 ) -> None:
-    run_ranks(world, _exact, tmp_path)
-
-
-def _encoded(rank: int, world: int, name: str, path: Path) -> None:
     coder, plain = codec(name), _llama()
     _round(coder, plain)
     expected, logits = _generate(plain), plain(PROMPT).logits
     for tier in ("device", "host", "disk"):
         model = _llama().requires_grad_(False)
         comm = zs.Comm(frozen_codec=name)
-        engine = zs.shard(model, None, policy="zero3", offload=_offload(tier, path), comm=comm)
+        engine = zs.shard(model, None, policy="zero3", offload=_offload(tier, tmp_path), comm=comm)
         assert _generate(model) == expected
         with torch.no_grad():
             assert torch.equal(model(PROMPT).logits, logits)
@@ -105,13 +106,6 @@ def _encoded(rank: int, world: int, name: str, path: Path) -> None:
         resting = {tier: sum(map(coder.encoded_bytes, shares))}
         assert engine.memory().tiers["weight"] == resting
         engine.close()
-
-
-@pytest.mark.parametrize(("world", "name"), [(1, "int8"), (2, "int8"), (1, "int4")])
-def test_weights_that_rest_encoded_generate_as_the_plain_model_with_the_codecs_weights(
-    world: int, name: str, tmp_path: Path
-) -> None:
-    run_ranks(world, _encoded, name, tmp_path)
 
 
 class Relus(nn.Module):
@@ -192,7 +186,9 @@ def test_encoded_weights_on_host_and_disk_are_loaded_saved_and_edited(
     run_ranks(world, _saved_and_loaded, tmp_path)
 
 
-def _cut(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_a_fraction_of_encoded_weights_is_cut_between_blocks(world: int) -> None:
     coder, plain = codec("int8", block=192), _llama()
     _round(coder, plain)
     expected = _generate(plain)
@@ -209,11 +205,6 @@ def _cut(rank: int, world: int) -> None:
         tiers = engine.memory().tiers["weight"]
         assert tiers["host"] / sum(tiers.values()) == pytest.approx(fraction, abs=0.02)
         engine.close()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_fraction_of_encoded_weights_is_cut_between_blocks(world: int) -> None:
-    run_ranks(world, _cut)
 
 
 def test_a_block_that_does_not_divide_a_tile_of_the_load_is_no_hindrance(tmp_path: Path) -> None:
@@ -240,9 +231,13 @@ def _order(engine: zs.Engine, model: nn.Module, passes: int) -> list[tuple[str, 
     return events
 
 
-def _reads_around(rank: int, world: int, path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_the_last_units_of_a_forward_start_the_reads_of_the_next_one(
+    world: int, tmp_path: Path
+) -> None:
     model = _llama()
-    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path))
+    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", tmp_path))
     events = _order(engine, model, 3)
     ends = [index for index, event in enumerate(events) if event == ("end", "")]
     first_used = next(name for what, name in events if what == "use")
@@ -264,13 +259,6 @@ def _reads_around(rank: int, world: int, path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_last_units_of_a_forward_start_the_reads_of_the_next_one(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(world, _reads_around, tmp_path)
-
-
 def test_what_is_ahead_stays_within_prefetch_bytes(tmp_path: Path) -> None:
     for num_bytes in (0, 40_000, 10**9):
         model = _llama()
@@ -287,10 +275,14 @@ def test_what_is_ahead_stays_within_prefetch_bytes(tmp_path: Path) -> None:
         engine.close()
 
 
-def _gradients(rank: int, world: int, path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_gradients_and_an_optimizer_may_follow_a_forward_that_reads_ahead(
+    world: int, tmp_path: Path
+) -> None:
     """Forwards with gradients and backwards come between forwards without."""
     plain, model = _llama(), _llama()
-    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path))
+    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", tmp_path))
     embedded = torch.randn(1, 4, 32)
     grads = []
     for one in (plain, model):
@@ -324,13 +316,6 @@ def _gradients(rank: int, world: int, path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_and_an_optimizer_may_follow_a_forward_that_reads_ahead(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(world, _gradients, tmp_path)
-
-
 class Wide(nn.Module):
     """Layers whose weights are huge pages, so that reads of the disk need no copy."""
 
@@ -345,7 +330,11 @@ class Wide(nn.Module):
         return x
 
 
-def _straight(rank: int, world: int, path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_without_gradients_the_disk_writes_into_the_gathered_buffer_itself(
+    world: int, tmp_path: Path
+) -> None:
     copied: list[int] = []
     put = disk._HostBytes.put
 
@@ -357,7 +346,7 @@ def _straight(rank: int, world: int, path: Path) -> None:
     with torch.no_grad():
         expected = Wide()(x)
     model = Wide()
-    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path))
+    engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", tmp_path))
     disk._HostBytes.put = counted  # type: ignore[method-assign]
     try:
         for mode in (torch.no_grad, torch.inference_mode):
@@ -373,22 +362,21 @@ def _straight(rank: int, world: int, path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_without_gradients_the_disk_writes_into_the_gathered_buffer_itself(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(world, _straight, tmp_path)
-
-
 # ---------------------------------------------------------------------------------------- bad input
 
 
-def _unreadable(rank: int, world: int, path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_encoded_weights_that_cannot_be_read_are_an_error_on_every_rank(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     broken = Broken("read", "layers.2")
     with broken.installed():
         model = _llama().requires_grad_(False)
         comm = zs.Comm(frozen_codec="int8")
-        engine = zs.shard(model, None, policy="zero3", offload=_offload("disk", path), comm=comm)
+        engine = zs.shard(
+            model, None, policy="zero3", offload=_offload("disk", tmp_path), comm=comm
+        )
         expected, outputs = _generate(model), list[Any]()
         watched = model.model.layers[2].register_forward_hook(lambda *a: outputs.append(a[-1]))
         broken.armed = rank == world - 1
@@ -402,13 +390,6 @@ def _unreadable(rank: int, world: int, path: Path) -> None:
         engine.reset()
         assert _generate(model) == expected
         engine.close()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_encoded_weights_that_cannot_be_read_are_an_error_on_every_rank(
-    world: int, tmp_path: Path
-) -> None:
-    run_ranks(world, _unreadable, tmp_path)
 
 
 def test_a_codec_at_rest_says_how_weights_become_frozen() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -74,7 +74,11 @@ def _train(
 UNEVEN = {"2, 5": [2, 5], "4, 0": [4, 0]}
 
 
-def _same_as_ddp(rank: int, world: int, cases: list[dict[str, str]]) -> None:
+@by_pairs({"steps": tuple(UNEVEN), "row": ROWS, "transport": TRANSPORTS}, slow_by="transport")
+@on_ranks(2)
+def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
+    rank: int, cases: list[dict[str, str]]
+) -> None:
     expected = {name: _train(rank, "torch-ddp", "auto", UNEVEN[name]) for name in UNEVEN}
     for case in cases:
         name, row, transport = case.values()
@@ -82,15 +86,13 @@ def _same_as_ddp(rank: int, world: int, cases: list[dict[str, str]]) -> None:
         assert not (found := differences(ours, expected[name], row, "torch-ddp")), (case, found)
 
 
-@by_pairs({"steps": tuple(UNEVEN), "row": ROWS, "transport": TRANSPORTS}, slow_by="transport")
-def test_uneven_batches_end_with_the_weights_of_ddp_and_its_join(
-    cases: list[dict[str, str]],
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_averages_follow_the_steps_that_a_rank_without_data_shadows(
+    rank: int, world: int, transport: str
 ) -> None:
-    run_ranks(2, _same_as_ddp, cases)
-
-
-def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
     """Compare the averages of a loop of uneven lengths with a plain loop over all batches."""
+    steps = [5, 2]
     decays, plain = (0.5, 0.9), make_model()
     expected = [{k: p.detach().clone() for k, p in plain.named_parameters()} for _ in decays]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -111,9 +113,7 @@ def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
         averages = [zs.EMA(engine, decay) for decay in decays]
         with engine.join():
             for step in range(steps[rank]):
-                model(*batch(rank, step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_steps(rank, [step], model, optimizer)
                 for ema in averages:
                     ema.update()
         for ema, average in zip(averages, expected, strict=True):
@@ -122,11 +122,6 @@ def _averaged(rank: int, world: int, transport: str, steps: list[int]) -> None:
             for name, value in average.items():
                 torch.testing.assert_close(ours[name], value, msg=f"{row}, {name}")
         engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_averages_follow_the_steps_that_a_rank_without_data_shadows(transport: str) -> None:
-    run_ranks(2, _averaged, transport, [5, 2])
 
 
 class _Turned(Net):
@@ -230,7 +225,11 @@ class _Skipping(_Turned):
             self.blocks[0] = first
 
 
-def _whole_after(rank: int, world: int, row: str) -> list[str]:
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+@on_ranks(2)
+def test_weights_that_rest_whole_are_not_gathered_in_a_step_whatever_came_before(
+    rank: int, row: str
+) -> None:
     """Use fewer weights than the rank without data has, right after they were brought together."""
     found = []
 
@@ -250,12 +249,8 @@ def _whole_after(rank: int, world: int, row: str) -> list[str]:
                 take_steps(rank, [[step], []][rank], model, optimizer, engine, clip=1.0)
         take_steps(rank, [3], model, optimizer)
         found.append(final_state(model, engine))
-    return [line for state in found for line in differences(state, found[-1])]
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
-def test_weights_that_rest_whole_are_not_gathered_in_a_step_whatever_came_before(row: str) -> None:
-    assert run_ranks(2, _whole_after, row) == [[], []]
+    seen = [line for state in found for line in differences(state, found[-1])]
+    assert seen == []
 
 
 Way = bool | None  # set_to_none of zero_grad(); None: gradients are kept, and the next are added
@@ -293,31 +288,21 @@ def _cleared(
     return final_state(model, engine)
 
 
-def _each_cleared(rank: int, world: int, transport: str, ways: list[Way], when: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("when", "transport"), [("first", "gloo"), ("between", "shared_memory"), ("last", "gloo")]
+)
+@pytest.mark.parametrize("ways", [[False], [True, True, False, None]], ids=["zeros", "in turn"])
+@on_ranks(2)
+def test_a_rank_without_data_clears_its_gradients_when_and_as_the_others_do(
+    rank: int, ways: list[Way], when: str, transport: str
+) -> None:
     found = []
     for row in ROWS:
         ours, plain = (
             _cleared(rank, row, transport, ways, when, joins=joins) for joins in (True, False)
         )
         found += [f"{row}: {line}" for line in differences(ours, plain)]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("when", "transport"), [("first", "gloo"), ("between", "shared_memory"), ("last", "gloo")]
-)
-@pytest.mark.parametrize("ways", [[False], [True, True, False, None]], ids=["zeros", "in turn"])
-def test_a_rank_without_data_clears_its_gradients_when_and_as_the_others_do(
-    ways: list[Way], when: str, transport: str
-) -> None:
-    assert run_ranks(2, _each_cleared, transport, ways, when) == [[], []]
-
-
-def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -> None:
-    first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
-    for row in ("zero3", "zero3-keep"):
-        ours = _train(rank, row, transport, [1, 4, 2, 3], **options)
-        assert not (found := differences(ours, first, row, "zero2")), found
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -328,10 +313,14 @@ def _same_rows(rank: int, world: int, transport: str, options: dict[str, Any]) -
     [{"precision": "bf16"}, {"precision": "fp16", "micro_batches": 2}],
     ids=["bf16 clipped", "fp16 accumulated"],
 )
+@on_ranks(4)
 def test_four_ranks_that_end_one_after_another_agree_in_every_row(
-    options: dict[str, Any], transport: str
+    rank: int, options: dict[str, Any], transport: str
 ) -> None:
-    run_ranks(4, _same_rows, transport, options)
+    first = _train(rank, "zero2", transport, [1, 4, 2, 3], **options)
+    for row in ("zero3", "zero3-keep"):
+        ours = _train(rank, row, transport, [1, 4, 2, 3], **options)
+        assert not (found := differences(ours, first, row, "zero2")), found
 
 
 HELD: dict[str, tuple[tuple[int | None, ...], dict[str, str]]] = {
@@ -346,7 +335,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _held_back(rank: int, world: int, cases: list[dict[str, str]]) -> None:
+@by_pairs(
+    {
+        "held": tuple(HELD),
+        "row": ("zero2", "ddp", "zero1", "zero3"),
+        "precision": tuple(PRECISIONS),
+    },
+    slow_by="precision",
+)
+@on_ranks(2, timeout=120)
+def test_gradients_held_back_for_the_step_are_divided_alike_where_none_have_come(
+    rank: int, cases: list[dict[str, str]]
+) -> None:
     """Rank 0 alone has data, and its gradients wait for the step: nothing has come on rank 1, which
     with weights is as if it had the data, of which none counts there.
     """
@@ -379,21 +379,8 @@ def _held_back(rank: int, world: int, cases: list[dict[str, str]]) -> None:
         assert not found, (case, found)
 
 
-@by_pairs(
-    {
-        "held": tuple(HELD),
-        "row": ("zero2", "ddp", "zero1", "zero3"),
-        "precision": tuple(PRECISIONS),
-    },
-    slow_by="precision",
-)
-def test_gradients_held_back_for_the_step_are_divided_alike_where_none_have_come(
-    cases: list[dict[str, str]],
-) -> None:
-    run_ranks(2, _held_back, cases, timeout=120)
-
-
-def _different_things(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_with_data_that_do_different_things_are_told(rank: int) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=3)
@@ -413,10 +400,6 @@ def _different_things(rank: int, world: int) -> None:
     engine.reset()
     take_steps(rank, 2, model, optimizer)
     engine.close()
-
-
-def test_ranks_with_data_that_do_different_things_are_told() -> None:
-    run_ranks(2, _different_things)
 
 
 def test_join_needs_an_optimizer() -> None:

@@ -281,9 +281,7 @@ def test_a_pool_lends_what_a_lane_still_uses_only_where_its_limit_leaves_nothing
     assert (third.data_ptr() == address, streams.notes[1:]) == (True, ["compute of cpu waits"])
 
 
-def test_a_buffer_that_a_pool_frees_goes_back_to_the_stream_it_came_from(
-    streams: _Streams,
-) -> None:
+def test_a_buffer_that_a_pool_frees_goes_back_to_the_stream_it_came_from(streams: _Streams) -> None:
     pool, device = memory.Pool(400), torch.device("meta")
     first = pool.take(100, torch.float32, device)
     pool.give(first)

@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, TRANSPORTS, batch, make_model, take_steps, two_groups
 from zeroshard import CheckpointError, ConfigError, PlanMismatch
 from zeroshard.formats import import_checkpoint
@@ -268,13 +268,14 @@ def test_deferred_values_may_differ_between_ranks_where_files_overwrite_them(
     run_ranks(2, _other_values, str(tmp_path))
 
 
-def _refused(rank: int, world: int, directory: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_named_before_anything_changes(rank: int, tmp_path: Path) -> None:
     model = make_model()
     engine = zs.shard(model, two_groups(model), stage=3)
     before = engine.full_state_dict(rank0_only=False)
 
     def told(message: str, state: dict[str, torch.Tensor], **options: Any) -> None:
-        path = Path(directory) / f"{rank}"
+        path = Path(tmp_path) / f"{rank}"
         path.mkdir(exist_ok=True)
         save_file(state, path / "model.safetensors")
         with pytest.raises(CheckpointError, match=message):
@@ -294,7 +295,7 @@ def _refused(rank: int, world: int, directory: str) -> None:
     wrong = {**state, "norm.bias": torch.ones(4)}
     told(r"tensor 'norm.bias' is \[4\] in the files and \[19\] in the model", wrong)
     told(r"tensor 'norm.bias'", wrong, strict=False)
-    path = Path(directory) / f"{rank}" / "model.safetensors"
+    path = Path(tmp_path) / f"{rank}" / "model.safetensors"
     del state["head.weight"]
     save_file({**state, "more": torch.ones(2)}, path)
     report = zs.load_pretrained(engine, path, strict=False)
@@ -303,7 +304,7 @@ def _refused(rank: int, world: int, directory: str) -> None:
     assert torch.equal(after["head.weight"], before["head.weight"]) and torch.equal(
         after["norm.weight"], before["norm.weight"] + 1
     )
-    whole = Path(directory) / "whole"
+    whole = Path(tmp_path) / "whole"
     if rank == 0:
         whole.mkdir()
         save_file(before, whole / "model.safetensors")
@@ -311,24 +312,18 @@ def _refused(rank: int, world: int, directory: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         zs.load_pretrained(engine, path)
     with pytest.raises(CheckpointError, match=r"nowhere is not on this machine"):
-        zs.load_pretrained(engine, Path(directory) / "nowhere")
+        zs.load_pretrained(engine, Path(tmp_path) / "nowhere")
     with pytest.raises(
         CheckpointError if rank else PlanMismatch,
         match=r"nowhere" if rank else r"rank 1 refused: .*nowhere is not on",
     ):
-        zs.load_pretrained(
-            engine, Path(directory) / "nowhere" if rank else Path(directory) / "whole"
-        )
+        zs.load_pretrained(engine, Path(tmp_path) / "nowhere" if rank else Path(tmp_path) / "whole")
     (path.parent / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "../../etc/passwd"}})
     )
     with pytest.raises(CheckpointError, match="names a file outside its directory"):
         zs.load_pretrained(engine, path.parent)
     engine.close()
-
-
-def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path))
 
 
 def _swapped_on_one_rank(rank: int, world: int, directory: str) -> None:
@@ -420,7 +415,8 @@ def test_a_tied_parameter_takes_both_of_its_tensors_only_where_they_are_equal(
     assert torch.equal(model["first"].weight, torch.full((2, 2), 3.0))
 
 
-def _misused(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_names_of_the_hub_and_swapped_arguments_are_a_line_of_ours(tmp_path: Path) -> None:
     engine = zs.shard(make_model(), stage=3)
     hub = r"org/model is not on this machine, .* downloads nothing: .*--local-dir DIR` makes one"
     with pytest.raises(CheckpointError, match=hub):
@@ -428,9 +424,5 @@ def _misused(rank: int, world: int, folder: str) -> None:
     with pytest.raises(CheckpointError, match="downloads nothing: give it a directory of safe"):
         zs.load_pretrained(engine, "/nowhere/at/all")
     with pytest.raises(ConfigError, match=r"not a str and a Engine \(target comes first"):
-        zs.load_pretrained(folder, engine)  # type: ignore[arg-type]
+        zs.load_pretrained(str(tmp_path), engine)  # type: ignore[arg-type]
     engine.close()
-
-
-def test_names_of_the_hub_and_swapped_arguments_are_a_line_of_ours(tmp_path: Path) -> None:
-    run_ranks(2, _misused, str(tmp_path))

@@ -13,8 +13,8 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
-from tests.support.training import Net, batch, make_model, take_steps, two_groups
+from tests.support.harness import on_ranks
+from tests.support.training import Net, batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.core.layout import ALIGN
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -41,7 +41,19 @@ def _live_storages() -> dict[int, int]:
     return found
 
 
-def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [
+        (2, "bf16"),
+        (4, "fp32"),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, "fp32"), (4, "bf16"))),
+    ],
+)
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep"])
+@on_ranks()
+def test_bytes_at_rest_are_the_formulas_within_padding(
+    rank: int, world: int, row: str, precision: str
+) -> None:
     gc.collect()
     before = _live_storages()
     model = make_model(width=48, layers=4)
@@ -62,7 +74,8 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
     optimizer.zero_grad()
     num_slots, num_units = len(list(model.parameters())), len(engine.units)
     engine.close()
-    return {
+    policy, mesh = policy_row(row), Mesh(1, world)
+    seen = {
         "numel": numel,
         "report": reported,
         "between": between,
@@ -70,47 +83,34 @@ def _at_rest(rank: int, world: int, row: str, precision: str) -> dict[str, Any]:
         "slots": num_slots,
         "units": num_units,
     }
+    for point, report in (
+        ("after_step", seen["report"]),
+        ("between_micro_batches", seen["between"]),
+    ):
+        formula = policy.bytes_at_rest(
+            point, numel=seen["numel"], mesh=mesh, precision=PRECISIONS[precision]
+        )
+        padding = ALIGN * (seen["slots"] + world * seen["units"])  # elements per state
+        for state, width in (("weight", 4), ("master", 4), ("grad", 4), ("optimizer", 8)):
+            excess = report.at_rest[state] - getattr(formula, state)
+            slack = padding * width
+            assert -slack <= excess <= slack, (point, state, excess, slack)
+    assert seen["report"].at_rest["grad"] == 0
+    # gradient buffers between steps: three of the largest unit, which is under a quarter here
+    pooled = 3 * 4 * seen["numel"] / 4
+    assert seen["live"] <= seen["report"].total + pooled, "something else is alive"
 
 
-@pytest.mark.parametrize(
-    ("world", "precision"),
-    [
-        (2, "bf16"),
-        (4, "fp32"),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, "fp32"), (4, "bf16"))),
-    ],
-)
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "zero3-keep"])
-def test_bytes_at_rest_are_the_formulas_within_padding(
-    world: int, row: str, precision: str
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3-keep"])
+@on_ranks(2)
+def test_close_gives_memory_back_before_the_collector_comes(
+    rank: int, row: str, precision: str
 ) -> None:
-    policy, mesh = policy_row(row), Mesh(1, world)
-    for seen in run_ranks(world, _at_rest, row, precision):
-        for point, report in (
-            ("after_step", seen["report"]),
-            ("between_micro_batches", seen["between"]),
-        ):
-            formula = policy.bytes_at_rest(
-                point, numel=seen["numel"], mesh=mesh, precision=PRECISIONS[precision]
-            )
-            padding = ALIGN * (seen["slots"] + world * seen["units"])  # elements per state
-            for state, width in (("weight", 4), ("master", 4), ("grad", 4), ("optimizer", 8)):
-                excess = report.at_rest[state] - getattr(formula, state)
-                slack = padding * width
-                assert -slack <= excess <= slack, (point, state, excess, slack)
-        assert seen["report"].at_rest["grad"] == 0
-        # gradient buffers between steps: three of the largest unit, which is under a quarter here
-        pooled = 3 * 4 * seen["numel"] / 4
-        assert seen["live"] <= seen["report"].total + pooled, "something else is alive"
-
-
-def _left_by_close(rank: int, world: int, row: str, precision: str) -> dict[int, int]:
     gc.collect()
     before = _live_storages()
-    model = make_model(width=48, layers=4)
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, precision=precision, comm=zs.Comm(transport="gloo")
+    model, optimizer, engine = make_sharded(
+        row, "gloo", model=make_model(width=48, layers=4), precision=precision
     )
     take_steps(rank, 2, model, optimizer)
     gc.disable()  # the engine is in cycles
@@ -120,21 +120,15 @@ def _left_by_close(rank: int, world: int, row: str, precision: str) -> dict[int,
     finally:
         gc.enable()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return {at: size for at, size in left.items() if at not in own | before.keys()}
+    left = {at: size for at, size in left.items() if at not in own | before.keys()}
+    assert not left
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3-keep"])
-def test_close_gives_memory_back_before_the_collector_comes(row: str, precision: str) -> None:
-    for left in run_ranks(2, _left_by_close, row, precision):
-        assert not left
-
-
-def _peak(rank: int, world: int, row: str) -> dict[str, int]:
+@pytest.mark.parametrize("row", ["zero3"])
+@on_ranks(2)
+def test_full_weights_and_gradients_stay_within_three_units(rank: int, row: str) -> None:
     """Sample live full weights and gradient buffers at every hook of every module."""
-    model = make_model(width=64, layers=6)
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, comm=zs.Comm(transport="gloo"))
+    model, optimizer, engine = make_sharded(row, "gloo", model=make_model(width=64, layers=6))
     peak = 0
 
     def sample(*_: Any) -> None:
@@ -151,18 +145,14 @@ def _peak(rank: int, world: int, row: str) -> dict[str, int]:
     largest = inside.largest_unit_bytes(engine)
     reported = engine.memory().peak
     engine.close()
-    return {"peak": peak, "largest": largest, "reported": reported}
+    seen = {"peak": peak, "largest": largest, "reported": reported}
+    assert 0 < seen["peak"] <= 3 * seen["largest"], seen
+    assert seen["reported"] <= 3 * seen["largest"], seen
 
 
-@pytest.mark.parametrize("row", ["zero3"])
-def test_full_weights_and_gradients_stay_within_three_units(row: str) -> None:
-    for seen in run_ranks(2, _peak, row):
-        assert 0 < seen["peak"] <= 3 * seen["largest"], seen
-        assert seen["reported"] <= 3 * seen["largest"], seen
-
-
-def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
-    """Return private plus proportional bytes of this process before and after sharding, and the
+@on_ranks(2)
+def test_the_operating_system_agrees_that_shards_lie_once_per_host() -> None:
+    """Look at private plus proportional bytes of this process before and after sharding, and the
     model's bytes.
     """
 
@@ -197,35 +187,30 @@ def _shared_rest(rank: int, world: int) -> tuple[int, int, int]:
     num_bytes, engine = train(24)
     after = pss()
     engine.close()
-    return before, after, num_bytes
+    assert after - before < num_bytes / 2 + 40 * 2**20, (
+        f"{(after - before) / 2**20:.0f} MiB for shards of {num_bytes / 2**21:.0f} MiB"
+    )
 
 
-def test_the_operating_system_agrees_that_shards_lie_once_per_host() -> None:
-    for before, after, full in run_ranks(2, _shared_rest):
-        assert after - before < full / 2 + 40 * 2**20, (
-            f"{(after - before) / 2**20:.0f} MiB for shards of {full / 2**21:.0f} MiB"
-        )
-
-
-def _units(rank: int, world: int) -> list[str]:
+@on_ranks(1)
+def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
     model = Net(width=24, layers=24)
     engine = zs.shard(model, stage=3)
     names = list(engine.units)
     engine.close()
-    return names
-
-
-def test_a_model_of_24_blocks_gets_at_least_24_units() -> None:
-    names = run_ranks(1, _units)[0]
     assert len(names) >= 24
     assert [name for name in names if name.startswith("blocks.")] == [
         f"blocks.{i}" for i in range(24)
     ]
 
 
-def _growth(
-    rank: int, world: int, transport: str
-) -> tuple[Counter[str], Counter[str], list[bool], tuple[int, int]]:
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
+)
+@on_ranks(2)
+def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(
+    rank: int, transport: str
+) -> None:
     """Train 200 steps; return live tensors by shape at step 5 and at the end, whether all is
     gone after `del`, and the pool's bytes and bound.
 
@@ -246,9 +231,7 @@ def _growth(
 
     seen = []
     for step in range(200 if transport == "shared_memory" else 40):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         if step == 5:
             seen.append(census())
     seen.append(census())
@@ -256,17 +239,10 @@ def _growth(
     watched = [weakref.ref(thing) for thing in (model, optimizer, engine, *model.parameters())]
     del model, optimizer, engine
     gc.collect()
-    return seen[0], seen[1], [ref() is None for ref in watched], pool
-
-
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)]
-)
-def test_steps_leave_no_growth_and_deleting_the_model_frees_everything(transport: str) -> None:
-    for early, late, gone, (pooled, limit) in run_ranks(2, _growth, transport):
-        assert 0 < pooled <= limit + 4096
-        assert late - early == Counter(), late - early
-        assert all(gone), gone
+    early, late, gone, (pooled, limit) = seen[0], seen[1], [ref() is None for ref in watched], pool
+    assert 0 < pooled <= limit + 4096
+    assert late - early == Counter(), late - early
+    assert all(gone), gone
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -10,14 +10,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import ROOT, run_ranks
+from tests.support.harness import ROOT, on_ranks
 from tests.support.training import batch, make_model, take_steps
 from zeroshard.runtime import ledger
 
@@ -32,12 +31,13 @@ def _sum_of_units(units: dict[str, dict[str, dict[str, int]]]) -> dict[str, dict
     return {state: dict(by_tier) for state, by_tier in sums.items()}
 
 
-def _counted(rank: int, world: int, disk: str) -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_the_rows_are_engine_memory_and_the_units_add_up_to_them(rank: int, tmp_path: Path) -> None:
     out = []
     for row, precision, offload in (
         ("zero1", "bf16", None),
         ("zero2", "fp32", zs.Offload(grad="host", optimizer="host", fraction=0.5)),
-        ("zero3", "fp32", zs.Offload(optimizer="disk", disk_path=disk)),
+        ("zero3", "fp32", zs.Offload(optimizer="disk", disk_path=str(tmp_path))),
     ):
         model = make_model(width=48)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -55,25 +55,20 @@ def _counted(rank: int, world: int, disk: str) -> list[dict[str, Any]]:
         engine.reset()
         engine.close()
         out[-1]["closed"] = zs.memory_table(engine).to_dict()["engines"][0]["unreleased"]
-    return out
-
-
-def test_the_rows_are_engine_memory_and_the_units_add_up_to_them(tmp_path: Path) -> None:
-    for rank, cases in enumerate(run_ranks(2, _counted, str(tmp_path))):
-        assert cases[-1]["memory"].temporary > 0
-        for case in cases:
-            memory, (row,) = case["memory"], case["table"]["engines"]
-            assert row["tiers"] == memory.tiers and row["at_rest"] == memory.at_rest
-            assert (row["temporary"], row["peak"]) == (memory.temporary, memory.peak)
-            assert row["total"] == memory.total > 0 and row["tier_peaks"] == memory.tier_peaks
-            assert list(row["units"]) == case["units"]
-            assert _sum_of_units(row["units"]) == memory.tiers, rank
-            assert memory.at_rest["grad"] and memory.at_rest["optimizer"]
-            tiers = [by_tier.get("host", 0) for by_tier in memory.tiers.values()]
-            accounted = sum(tiers) + memory.temporary
-            accounted += sum(by_tier.get("device", 0) for by_tier in memory.tiers.values())
-            assert case["table"]["accounted"] == {"host": accounted, "device": 0}
-            assert case["closed"] == {}
+    assert out[-1]["memory"].temporary > 0
+    for case in out:
+        memory, (row,) = case["memory"], case["table"]["engines"]
+        assert row["tiers"] == memory.tiers and row["at_rest"] == memory.at_rest
+        assert (row["temporary"], row["peak"]) == (memory.temporary, memory.peak)
+        assert row["total"] == memory.total > 0 and row["tier_peaks"] == memory.tier_peaks
+        assert list(row["units"]) == case["units"]
+        assert _sum_of_units(row["units"]) == memory.tiers, rank
+        assert memory.at_rest["grad"] and memory.at_rest["optimizer"]
+        tiers = [by_tier.get("host", 0) for by_tier in memory.tiers.values()]
+        accounted = sum(tiers) + memory.temporary
+        accounted += sum(by_tier.get("device", 0) for by_tier in memory.tiers.values())
+        assert case["table"]["accounted"] == {"host": accounted, "device": 0}
+        assert case["closed"] == {}
 
 
 def test_several_engines_stand_in_one_table_beside_the_process() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard as zs
 from tests.support.broken_storage import Broken
-from tests.support.harness import RankError, run_ranks, spawn_ranks
+from tests.support.harness import on_ranks, run_ranks, spawn_ranks
 from tests.support.tensor_parallel import CASES, train
 from tests.support.training import TRANSPORTS, Net, State, batch, two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError, StorageError
@@ -73,7 +73,11 @@ def _equal(one: State, other: State) -> bool:
 # ------------------------------------------------------------------------------------ the same bits
 
 
-def _beside_training_alone(rank: int, world: int, names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp")])
+@on_ranks(4, timeout=100)
+def test_stages_train_beside_each_other_with_the_bits_of_training_alone(
+    names: tuple[str, str],
+) -> None:
     """Two stages beside each other have the bits that each has without the other."""
     mesh = _mesh(*names)
     number = mesh.get_local_rank("pp")
@@ -89,13 +93,6 @@ def _beside_training_alone(rank: int, world: int, names: tuple[str, str]) -> Non
             states.append(_state(engine))
             engine.close()
         assert _equal(*states), row
-
-
-@pytest.mark.parametrize("names", [("dp", "pp"), ("pp", "dp")])
-def test_stages_train_beside_each_other_with_the_bits_of_training_alone(
-    names: tuple[str, str],
-) -> None:
-    run_ranks(4, _beside_training_alone, names, timeout=100)
 
 
 # ------------------------------------------------------------------------------------ norm and clip
@@ -143,7 +140,9 @@ def test_the_norm_is_that_of_all_stages_on_every_rank_and_in_every_row() -> None
     assert min(expected) > SMALL
 
 
-def _stages_of_replicas(rank: int, world: int, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("pp", "dp", "tp"), ("tp", "pp", "dp")])
+@on_ranks(4)
+def test_stages_add_to_the_norm_and_replicas_count_once(names: tuple[str, ...]) -> None:
     """Two stages of two replicas, each of one rank."""
     mesh = _mesh(*names, sizes=tuple(1 if name == "dp" else 2 for name in names))
     models = [_stage(number) for number in (0, 1)]
@@ -157,12 +156,8 @@ def _stages_of_replicas(rank: int, world: int, names: tuple[str, ...]) -> None:
     assert _step(model, optimizer, engine, 0, clip=SMALL) == pytest.approx(float(expected), 1e-5)
 
 
-@pytest.mark.parametrize("names", [("pp", "dp", "tp"), ("tp", "pp", "dp")])
-def test_stages_add_to_the_norm_and_replicas_count_once(names: tuple[str, ...]) -> None:
-    run_ranks(4, _stages_of_replicas, names)
-
-
-def _gradient_clipping(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_gradient_clipping_clips_by_the_same_norm() -> None:
     """The keyword clips as the call does."""
     mesh = _mesh("pp", "dp")
     number = mesh.get_local_rank("pp")
@@ -174,10 +169,6 @@ def _gradient_clipping(rank: int, world: int) -> None:
         states.append(_state(engine))
         engine.close()
     assert _equal(*states)
-
-
-def test_gradient_clipping_clips_by_the_same_norm() -> None:
-    run_ranks(4, _gradient_clipping)
 
 
 # --------------------------------------------------------------------------- steps that are skipped
@@ -258,7 +249,9 @@ DEEDS: dict[str, tuple[Deed, str]] = {
 }
 
 
-def _one_group_errs(rank: int, world: int, deed: str) -> tuple[str, str]:
+@pytest.mark.parametrize("deed", DEEDS)
+@on_ranks(4)
+def test_an_error_of_one_group_ends_the_step_of_all(rank: int, deed: str) -> None:
     mesh = _mesh("pp", "dp")
     model = _stage(mesh.get_local_rank("pp"))
     optimizer, engine = _sharded(mesh, model, "zero2")
@@ -271,21 +264,18 @@ def _one_group_errs(rank: int, world: int, deed: str) -> tuple[str, str]:
         engine.reset()
         _step(model, optimizer, engine, 2, clip=SMALL)
         engine.close()
-    return type(refused.value).__name__, str(refused.value)
+    (kind, message) = type(refused.value).__name__, str(refused.value)
+    assert DEEDS[deed][1] in message, (rank, message)
+    if rank >= 2:
+        assert kind == "PlanMismatch"
+        assert message.startswith("at pp=0 of the mesh: ") == (deed in ("options", "no gradient"))
 
 
-@pytest.mark.parametrize("deed", DEEDS)
-def test_an_error_of_one_group_ends_the_step_of_all(deed: str) -> None:
-    for rank, (kind, message) in enumerate(run_ranks(4, _one_group_errs, deed)):
-        assert DEEDS[deed][1] in message, (rank, message)
-        if rank >= 2:
-            assert kind == "PlanMismatch"
-            assert message.startswith("at pp=0 of the mesh: ") == (
-                deed in ("options", "no gradient")
-            )
-
-
-def _forward_fails(rank: int, world: int, transport: str) -> str:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(4)
+def test_after_an_exception_in_one_stage_reset_brings_all_together(
+    rank: int, transport: str
+) -> None:
     mesh = _mesh("pp", "dp")
     model = _stage(mesh.get_local_rank("pp"))
     comm = zs.Comm.model_validate({"transport": transport})
@@ -301,14 +291,7 @@ def _forward_fails(rank: int, world: int, transport: str) -> str:
     engine.reset()
     _step(model, optimizer, engine, 2, clip=SMALL)
     assert engine.steps_skipped == 0
-    return told
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_after_an_exception_in_one_stage_reset_brings_all_together(transport: str) -> None:
-    told = run_ranks(4, _forward_fails, transport)
-    assert told[:2] == ["a bad batch"] * 2
-    assert all("gave up this step" in message for message in told[2:]), told
+    assert told == "a bad batch" if rank < 2 else "gave up this step" in told
 
 
 def _disk_fails(rank: int, world: int, directory: str) -> str:
@@ -373,7 +356,8 @@ def test_replicas_count_once() -> None:
     assert all(norms == answers[0] for norms in answers)
 
 
-def _replicas_drift(rank: int, world: int) -> list[str]:
+@on_ranks(4)
+def test_replicas_that_would_drift_apart_are_refused() -> None:
     mesh = _mesh("dp", "tp")
     at = mesh.get_local_rank("tp")
     told = []
@@ -395,23 +379,19 @@ def _replicas_drift(rank: int, world: int) -> list[str]:
             loss.backward()
             optimizer.step()
         told.append(str(refused.value))
-    return told
-
-
-def test_replicas_that_would_drift_apart_are_refused() -> None:
-    for told in run_ranks(4, _replicas_drift):
-        for message, name in zip(
-            told,
-            ("initial value of embed.weight", "what was decided", "the parameters with gradients"),
-            strict=True,
-        ):
-            assert message.startswith(name) and "differs between replicas" in message, message
+    for message, name in zip(
+        told,
+        ("initial value of embed.weight", "what was decided", "the parameters with gradients"),
+        strict=True,
+    ):
+        assert message.startswith(name) and "differs between replicas" in message, message
 
 
 # ---------------------------------------------------------------------------------- rows with nodes
 
 
-def _rows_with_nodes(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_dp_replicate_and_dp_shard_are_the_nodes_of_rows_with_columns() -> None:
     """dp_replicate x dp_shard are the nodes; with an axis of one rank beside."""
     mesh = _mesh("dp_replicate", "pp", "dp_shard", sizes=(2, 1, 2))
     for row in ("mics", "hpz", "hfsdp"):
@@ -439,26 +419,18 @@ def _rows_with_nodes(rank: int, world: int) -> None:
         _sharded(turned, model, "mics")
 
 
-def test_dp_replicate_and_dp_shard_are_the_nodes_of_rows_with_columns() -> None:
-    run_ranks(4, _rows_with_nodes, timeout=100)
-
-
-def _half_of_the_job(rank: int, world: int) -> str:
+@on_ranks(4)
+def test_a_mesh_may_be_a_part_of_the_job(rank: int) -> None:
     mesh = DeviceMesh("cpu", torch.tensor([[1, 3]]), mesh_dim_names=("pp", "dp"))
     model = _stage(0)
-    try:
-        optimizer, engine = _sharded(mesh, model)
-    except ConfigError as refused:
-        return str(refused)
+    if rank % 2 == 0:
+        told = rf"mesh does not contain rank {rank}: call shard\(\) on its ranks \[1, 3\] alone$"
+        with pytest.raises(ConfigError, match=told):
+            _sharded(mesh, model)
+        return
+    optimizer, engine = _sharded(mesh, model)
     _step(model, optimizer, engine, 0, clip=SMALL)
     assert (engine.rank, engine.world) == (rank // 2, 2)
-    return ""
-
-
-def test_a_mesh_may_be_a_part_of_the_job() -> None:
-    told = run_ranks(4, _half_of_the_job)
-    assert told[1::2] == ["", ""]
-    assert told[2] == "mesh does not contain rank 2: call shard() on its ranks [1, 3] alone"
 
 
 def _part_of_the_job(rank: int, world: int) -> str:
@@ -487,7 +459,8 @@ def test_nodes_may_be_a_part_of_the_job() -> None:
 # --------------------------------------------------------------------------------------- bad inputs
 
 
-def _sizes_of_one(rank: int, world: int) -> None:
+@on_ranks(2, timeout=100)
+def test_dimensions_of_one_rank_are_nothing() -> None:
     for names, sizes in (
         (("pp", "dp"), (1, 2)),
         (("pp", "dp"), (2, 1)),
@@ -503,11 +476,8 @@ def _sizes_of_one(rank: int, world: int) -> None:
             engine.close()
 
 
-def test_dimensions_of_one_rank_are_nothing() -> None:
-    run_ranks(2, _sizes_of_one, timeout=100)
-
-
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_mesh_that_does_not_say_what_it_is_is_refused() -> None:
     unnamed = init_device_mesh("cpu", (2, 1))
     for mesh, message in (
         (unnamed, "2 dimensions without names"),
@@ -520,37 +490,30 @@ def _refused(rank: int, world: int) -> None:
         assert "\n" not in str(refused.value)
 
 
-def test_a_mesh_that_does_not_say_what_it_is_is_refused() -> None:
-    run_ranks(2, _refused)
-
-
-def _differs_along_pp(rank: int, world: int, option: str) -> None:
-    values: dict[str, tuple[Any, Any]] = {
-        "precision": ("fp32", "bf16"),
-        "gradient_clipping": (1.0, 2.0),
-        "stage": (2, 7),
-    }
-    _sharded(
-        _mesh("pp", "dp", sizes=(2, 1)), _stage(rank), row=None, **{option: values[option][rank]}
-    )
-
-
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("option", "values", "message"),
     [
-        ("precision", "precision differs along the mesh (pp=0: "),
-        ("gradient_clipping", "gradient_clipping differs along the mesh (pp=0: 1.0; pp=1: 2.0)"),
-        ("stage", "7"),
+        ("precision", ("fp32", "bf16"), r"precision differs along the mesh \(pp=0: "),
+        (
+            "gradient_clipping",
+            (1.0, 2.0),
+            r"gradient_clipping differs along the mesh \(pp=0: 1.0; pp=1: 2.0\)",
+        ),
+        ("stage", (2, 7), "7"),
     ],
+    ids=["precision", "gradient_clipping", "stage"],
 )
-def test_settings_are_the_same_along_the_mesh(option: str, message: str) -> None:
-    with pytest.raises(RankError) as failed:
-        run_ranks(2, _differs_along_pp, option)
-    assert {message in failure.message for failure in failed.value.errors.values()} == {True}
-    assert len(failed.value.errors) == 2
+@on_ranks(2)
+def test_settings_are_the_same_along_the_mesh(
+    rank: int, option: str, values: tuple[Any, Any], message: str
+) -> None:
+    mesh = _mesh("pp", "dp", sizes=(2, 1))
+    with pytest.raises((ConfigError, PlanMismatch), match=message):
+        _sharded(mesh, _stage(rank), row=None, **{option: values[rank]})
 
 
-def _refuses_others(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_join_refuses_other_axes(rank: int) -> None:
     model = _stage(rank)
     _, engine = _sharded(_mesh("pp", "dp", sizes=(2, 1)), model)
     with pytest.raises(ConfigError, match="join"), engine.join():
@@ -559,14 +522,11 @@ def _refuses_others(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_join_refuses_other_axes() -> None:
-    run_ranks(2, _refuses_others)
-
-
 # ------------------------------------------------------------------------------ names of the user's
 
 
-def _named(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_dimensions_of_the_users_names_are_data_parallel() -> None:
     """dp= says which dimensions are data parallel, whatever they are called."""
     states = []
     for names, dp in (
@@ -593,11 +553,8 @@ def _named(rank: int, world: int) -> None:
         zs.shard(_stage(0), dp="dp")
 
 
-def test_dimensions_of_the_users_names_are_data_parallel() -> None:
-    run_ranks(4, _named, timeout=100)
-
-
-def _axes_disagree(rank: int, world: int) -> list[str]:
+@on_ranks(4, timeout=60)
+def test_ranks_that_disagree_about_the_axes_are_told_before_they_meet(rank: int) -> None:
     """Ranks that name other axes are told before any group of the mesh is used."""
     told = []
     mesh, usual = _mesh("batch", "rows"), _mesh("dp", "tp")  # which all ranks make
@@ -612,19 +569,14 @@ def _axes_disagree(rank: int, world: int) -> list[str]:
         with pytest.raises((PlanMismatch, ConfigError)) as refused:
             zs.shard(_stage(0), **options)
         told.append(str(refused.value))
-    return told
-
-
-def test_ranks_that_disagree_about_the_axes_are_told_before_they_meet() -> None:
-    for rank, told in enumerate(run_ranks(4, _axes_disagree, timeout=60)):
-        assert "'rows' is not known" in told[0], (rank, told[0])
-        assert "disagree, first about 'mesh'" in told[1], (rank, told[1])
-        assert ("Pass the same mesh=" in told[1]) == (rank != 3)
-        assert "disagree, first about 'mesh'" in told[2]
-        assert ("rank 1 refused: " in told[3]) == ("rank 1 refused: " in told[4]) == (rank != 1)
-        assert "mesh is a str, not a DeviceMesh" in told[3]
-        assert "mesh_of is {}: give a dict" in told[4]
-        assert not any("\n" in one for one in told)
+    assert "'rows' is not known" in told[0], (rank, told[0])
+    assert "disagree, first about 'mesh'" in told[1], (rank, told[1])
+    assert ("Pass the same mesh=" in told[1]) == (rank != 3)
+    assert "disagree, first about 'mesh'" in told[2]
+    assert ("rank 1 refused: " in told[3]) == ("rank 1 refused: " in told[4]) == (rank != 1)
+    assert "mesh is a str, not a DeviceMesh" in told[3]
+    assert "mesh_of is {}: give a dict" in told[4]
+    assert not any("\n" in one for one in told)
 
 
 # ------------------------------------------------------------------------------------ verify_every
@@ -667,11 +619,8 @@ def test_a_flipped_bit_of_a_shard_is_found_by_its_replica_along_tp() -> None:
         assert told == ["not found"] * 3
 
 
-def _parts_have_no_replica(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_parts_of_dtensors_are_not_compared_along_tp() -> None:
     """Parts of DTensors differ, and plain parameters are cut elsewhere beside uneven ones."""
     for row in ("zero1", "zero3"):
         train(CASES["empty"], _mesh("dp", "tp"), 2, policy=row, verify_every=1)
-
-
-def test_parts_of_dtensors_are_not_compared_along_tp() -> None:
-    run_ranks(4, _parts_have_no_replica, timeout=100)

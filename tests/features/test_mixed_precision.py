@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, VOCABULARY, Run, batch, make_sharded, take_steps
 
 WIDTH = 16
@@ -136,19 +136,16 @@ def _trained(
     return run
 
 
-def _in_every_row(rank: int, world: int, make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", [Tutorial, Many])
+@on_ranks(2)
+def test_a_model_with_fp32_buffers_and_masks_trains_in_bf16_to_the_same_bits_in_every_row_and_cut(
+    rank: int, make: Callable[[], nn.Module]
+) -> None:
     runs = {row: _trained(rank, make, row) for row in ROWS}
     runs["fine cut"] = _trained(rank, make, units=[nn.Linear, nn.LayerNorm, nn.Embedding])
     for row, run in runs.items():
         assert all(math.isfinite(loss) for loss in run.losses)
         assert not run.differs_from(runs["ddp"]), (row, run.differs_from(runs["ddp"]))
-
-
-@pytest.mark.parametrize("make", [Tutorial, Many])
-def test_a_model_with_fp32_buffers_and_masks_trains_in_bf16_to_the_same_bits_in_every_row_and_cut(
-    make: Callable[[], nn.Module],
-) -> None:
-    run_ranks(2, _in_every_row, make)
 
 
 def test_fp32_activations_are_cast_where_a_layer_reads_them() -> None:

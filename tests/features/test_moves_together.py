@@ -14,7 +14,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.broken_storage import patched
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch
 from zeroshard.core.work import Work
@@ -72,11 +72,19 @@ def _same(run: Trained, other: Trained, what: object) -> None:
     assert not wrong and found.keys() == expected.keys(), (what, wrong[:5])
 
 
-def _columns(rank: int, world: int, path: str, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"policy": "zero3"}, {"shares": [0.1, 0.2, 0.3, 0.4]}, {"policy": "hpz"}],
+    ids=["zero3", "shares", "hpz"],
+)
+@on_ranks(4, timeout=100)
+def test_columns_on_their_way_arrive_before_states_move_and_are_not_saved(
+    rank: int, tmp_path: Path, change: dict[str, Any]
+) -> None:
     """Save, and lay out anew, right after a step whose columns are on their way."""
     run = made(policy="hfsdp", comm=NODES, averaged=True)
     run.train(rank, range(2))
-    saver = zs.Saver(path, run.engine, states=run.states)
+    saver = zs.Saver(tmp_path, run.engine, states=run.states)
     with _late_columns() as late:
         run.train(rank, range(2, 3))
         assert late and not all(column.has_arrived for column in late)
@@ -87,26 +95,15 @@ def _columns(rank: int, world: int, path: str, change: dict[str, Any]) -> None:
         assert all(column.has_arrived for column in of_step)
         saver.save(2)  # the new layout's columns may be on their way
         saver.close()
-        other = loaded(run, Path(path), comm=NODES, **{"policy": "hfsdp", **change})
+        other = loaded(run, Path(tmp_path), comm=NODES, **{"policy": "hfsdp", **change})
         _same(run, other, change)
         assert run.train(rank, range(3, 5)) == other.train(rank, range(3, 5))
         _same(run, other, change)
-        zs.load(path, run.engine, step=1, states=run.states)
-        zs.load(path, other.engine, step=2, states=other.states)
+        zs.load(tmp_path, run.engine, step=1, states=run.states)
+        zs.load(tmp_path, other.engine, step=2, states=other.states)
         _same(run, other, "one step, in two layouts")
     run.engine.close()
     other.engine.close()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"policy": "zero3"}, {"shares": [0.1, 0.2, 0.3, 0.4]}, {"policy": "hpz"}],
-    ids=["zero3", "shares", "hpz"],
-)
-def test_columns_on_their_way_arrive_before_states_move_and_are_not_saved(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    run_ranks(4, _columns, str(tmp_path), change, timeout=100)
 
 
 def _sleep(run: Trained) -> None:
@@ -138,7 +135,9 @@ def _looked(run: Trained, moves: list[dict[str, Any]], rank: int) -> list[float]
     return losses
 
 
-def _averages(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize(("world", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shared_memory")])
+@on_ranks(timeout=100)
+def test_averages_go_with_states_that_sleep_and_move(rank: int, world: int, transport: str) -> None:
     comm = zs.Comm.model_validate({"transport": transport})
     moves: list[dict[str, Any]] = [
         {"policy": "zero3"}, {"shares": [0.25, 0.75]}, {"offload": {"weight": "host"}},
@@ -153,11 +152,6 @@ def _averages(rank: int, world: int, transport: str) -> None:
     assert _looked(moved, moves, rank) == expected
     for run in (still, moved):
         run.engine.close()
-
-
-@pytest.mark.parametrize(("world", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shared_memory")])
-def test_averages_go_with_states_that_sleep_and_move(world: int, transport: str) -> None:
-    run_ranks(world, _averages, transport, timeout=100)
 
 
 def _split(rank: int, world: int, path: str, moving: bool) -> list[float]:
@@ -186,10 +180,9 @@ def _split(rank: int, world: int, path: str, moving: bool) -> list[float]:
     return losses + [value.double().sum().item() for value in seen if value is not None]
 
 
-def _both_splits(rank: int, world: int, path: str) -> None:
-    found = [_split(rank, world, f"{path}/{moving}", moving) for moving in (True, False)]
+@on_ranks(2, timeout=100)
+def test_a_split_that_moves_goes_with_states_that_are_set_sleep_and_move(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    found = [_split(rank, world, f"{tmp_path}/{moving}", moving) for moving in (True, False)]
     assert found[0] == found[1]
-
-
-def test_a_split_that_moves_goes_with_states_that_are_set_sleep_and_move(tmp_path: Path) -> None:
-    run_ranks(2, _both_splits, str(tmp_path), timeout=100)

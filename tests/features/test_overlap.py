@@ -9,8 +9,8 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
-from tests.support.training import batch, make_model, take_steps, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import batch, make_model, make_sharded, take_steps, two_groups
 from zeroshard.memory import Pages
 
 LAYERS = 4
@@ -42,9 +42,7 @@ def _events(rank: int, world: int, policy: str = "zero3") -> list[tuple[str, str
     for step in range(3):
         events.clear()
         with inside.traced(engine, lambda what, name: events.append((what, name))):
-            model(*batch(rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(rank, [step], model, optimizer)
     engine.close()
     return events
 
@@ -78,7 +76,10 @@ def test_reduces_are_in_flight_while_backward_goes_on(policy: str) -> None:
             ) in events, events
 
 
-def _published(rank: int, world: int) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_the_publish_of_replicated_weights_is_started_by_the_step_and_awaited_by_the_forward(
+    rank: int,
+) -> None:
     model = make_model(width=32, layers=LAYERS)
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=1, comm=zs.Comm(transport="gloo"))
@@ -90,20 +91,13 @@ def _published(rank: int, world: int) -> list[tuple[str, str]]:
         optimizer.zero_grad()
         model(*batch(rank, 1))
     engine.close()
-    return events
-
-
-def test_the_publish_of_replicated_weights_is_started_by_the_step_and_awaited_by_the_forward() -> (
-    None
-):
-    for events in run_ranks(2, _published):
-        stepped = events.index(("stepped", ""))
-        for index in range(LAYERS):
-            assert (
-                events.index(("gather", f"blocks.{index}"))
-                < stepped
-                < events.index(("use", f"blocks.{index}"))
-            )
+    stepped = events.index(("stepped", ""))
+    for index in range(LAYERS):
+        assert (
+            events.index(("gather", f"blocks.{index}"))
+            < stepped
+            < events.index(("use", f"blocks.{index}"))
+        )
 
 
 def _flipped(rank: int, world: int, row: str) -> str:
@@ -112,9 +106,7 @@ def _flipped(rank: int, world: int, row: str) -> str:
     Where every rank steps everything the damage stays; elsewhere the next publish would heal it, so
     it is done in the step that looks.
     """
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row, verify_every=3)
+    model, optimizer, engine = make_sharded(row, verify_every=3)
     for step in range(8):
         model(*batch(rank, step)).backward()
         if step == (3 if row == "ddp" else 5) and rank == 1:
@@ -134,7 +126,13 @@ def test_a_flipped_bit_in_a_replicated_weight_is_found_within_verify_every_steps
             assert "blocks.0" in found and "rank 1: weights of unit blocks.0 = " in found
 
 
-def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("row", "options"), [("ddp", {}), ("mics", {"comm": zs.Comm(node_size=1)})], ids=["ddp", "mics"]
+)
+@on_ranks(2)
+def test_replicas_are_alike_whatever_was_in_their_memory_before(
+    rank: int, row: str, options: dict[str, Any]
+) -> None:
     """Train with memory that is full of another number on each rank, replicas compared in every
     step.
     """
@@ -145,19 +143,8 @@ def _fresh_memory_differs(rank: int, world: int, row: str, options: dict[str, An
 
     Pages.empty = filled  # type: ignore[method-assign]
     try:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row, precision="bf16", verify_every=1, **options)
+        model, optimizer, engine = make_sharded(row, precision="bf16", verify_every=1, **options)
         take_steps(rank, 2, model, optimizer)
         engine.close()
     finally:
         Pages.empty = make  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("row", "options"), [("ddp", {}), ("mics", {"comm": zs.Comm(node_size=1)})], ids=["ddp", "mics"]
-)
-def test_replicas_are_alike_whatever_was_in_their_memory_before(
-    row: str, options: dict[str, Any]
-) -> None:
-    run_ranks(2, _fresh_memory_differs, row, options)

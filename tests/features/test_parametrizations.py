@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from tests.support.cases import WIDTH, Case, Chain, compare_case, seeded, simple
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 
 
 class Symmetric(nn.Module):
@@ -109,11 +109,9 @@ CASES["for the length of a forward, on a frozen weight"] = Case(
 )
 
 
-def _compare(rank: int, world: int, name: str) -> dict[str, list[str]]:
-    return compare_case(rank, CASES[name])
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_parametrized_model_trains_to_ddps_bits_in_every_row(name: str) -> None:
-    for differences in run_ranks(2, _compare, name):
-        assert not any(differences.values()), differences
+@on_ranks(2)
+def test_a_parametrized_model_trains_to_ddps_bits_in_every_row(rank: int, name: str) -> None:
+
+    differences = compare_case(rank, CASES[name])
+    assert not any(differences.values()), differences

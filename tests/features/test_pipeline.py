@@ -21,7 +21,7 @@ import zeroshard as zs
 from tests.features.test_double_backward import PassedOn
 from tests.support import inside
 from tests.support.covering import pairs
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.pipelines import (
     SCHEDULES,
     Llama,
@@ -90,7 +90,9 @@ def _rows(
     return first
 
 
-def _hidden(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+@on_ranks(4, timeout=60)
+def test_hidden_gradients_of_a_schedule_train_to_the_same_bits(name: str) -> None:
     """Train with hidden gradients, of a step before which others were discarded."""
     mesh, plain = mesh_of(), None
     for row, hides in (
@@ -109,11 +111,6 @@ def _hidden(rank: int, world: int, name: str) -> None:
         plain = plain if hides else told
         assert plain is not None and told[:2] == plain[:2], row
         assert _equal(told[2], plain[2]), row
-
-
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
-def test_hidden_gradients_of_a_schedule_train_to_the_same_bits(name: str) -> None:
-    run_ranks(4, _hidden, name, timeout=60)
 
 
 def _check_rows(
@@ -202,7 +199,8 @@ def test_fifty_steps_stay_beside_one_process(name: str, row: str) -> None:
     _close([answer[1] for answer in answers], state)
 
 
-def _recomputed(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_stages_that_recompute_their_layers_have_the_same_bits() -> None:
     mesh = mesh_of()
     for name in ("1F1B", "Interleaved1F1B"):
         for row, budgets in (("zero3", (None, ROOM)), ("zero1", (None,))):
@@ -215,13 +213,13 @@ def _recomputed(rank: int, world: int) -> None:
                 assert _equal(states[0], states[-1]), (name, row, budget)
 
 
-def test_stages_that_recompute_their_layers_have_the_same_bits() -> None:
-    run_ranks(4, _recomputed, timeout=100)
-
-
-def _passed_on(rank: int, world: int, name: str) -> list[str]:
-    """Train two stages on one rank, of modules that return one tensor; return what differs from
-    the whole model without a schedule.
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
+@on_ranks(2)
+def test_stages_of_modules_that_return_one_tensor_train_the_whole_model(
+    rank: int, name: str
+) -> None:
+    """Train two stages on one rank, of modules that return one tensor; compare with the whole model
+    without a schedule.
     """
     mesh, found = mesh_of(1, 2), []
     for row in ("ddp", "zero3"):
@@ -259,18 +257,15 @@ def _passed_on(rank: int, world: int, name: str) -> list[str]:
                 optimizer.zero_grad()
             states.append(final_state(whole, engine))
         found += differences(states[1], states[0], f"{row} with {name}", "the whole")
-    return found
-
-
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_stages_of_modules_that_return_one_tensor_train_the_whole_model(name: str) -> None:
-    assert run_ranks(2, _passed_on, name) == [[], []]
+    assert found == []
 
 
 # -------------------------------------------------------------- what torch runs to learn the shapes
 
 
-def _first_step(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["GPipe", "InterleavedZeroBubble"])
+@on_ranks(4, timeout=100)
+def test_the_backward_by_which_torch_learns_shapes_leaves_no_trace(name: str) -> None:
     mesh = mesh_of()
     for row in ("zero1", "zero3"):
         states, reduced = [], []
@@ -282,11 +277,6 @@ def _first_step(rank: int, world: int, name: str) -> None:
             own.engine.close()
         assert _equal(*states), row
         assert reduced[0] == reduced[1], row
-
-
-@pytest.mark.parametrize("name", ["GPipe", "InterleavedZeroBubble"])
-def test_the_backward_by_which_torch_learns_shapes_leaves_no_trace(name: str) -> None:
-    run_ranks(4, _first_step, name, timeout=100)
 
 
 # ------------------------------------------------------------------------------- bytes on the wire
@@ -369,7 +359,10 @@ TIERS: list[dict[str, str]] = [
 ]
 
 
-def _tiers(rank: int, world: int, name: str, directory: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LoopedBFS", "ZBVZeroBubble"])
+@on_ranks(4, timeout=100)
+def test_weights_of_stages_that_wait_rest_on_other_tiers(name: str, tmp_path: Path) -> None:
     mesh, states = mesh_of(), []
     for offload in ({}, *TIERS):
         for budget in (None, ROOM):
@@ -378,18 +371,14 @@ def _tiers(rank: int, world: int, name: str, directory: str) -> None:
                 name,
                 "zero3",
                 budget=budget,
-                offload={**offload, "disk_path": directory} if "disk" in str(offload) else offload,
+                offload={**offload, "disk_path": str(tmp_path)}
+                if "disk" in str(offload)
+                else offload,
             )
             own.train(2, 8)
             states.append(own.state())
             own.engine.close()
     assert all(_equal(state, states[0]) for state in states)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["LoopedBFS", "ZBVZeroBubble"])
-def test_weights_of_stages_that_wait_rest_on_other_tiers(name: str, tmp_path: Path) -> None:
-    run_ranks(4, _tiers, name, str(tmp_path), timeout=100)
 
 
 def _fp16(rank: int, world: int, name: str) -> tuple[list[float], State, list[list[float]]]:
@@ -424,7 +413,8 @@ def test_the_loss_of_fp16_is_scaled_in_the_last_stage_for_all(name: str) -> None
     ), "the losses that the user gets are not scaled"
 
 
-def _overflows(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_an_overflow_skips_the_step_of_every_stage() -> None:
     own = piped(mesh_of(), "1F1B", "zero3", precision="fp16", loss_scale={"initial": 2.0**30})
     before = own.state()
     own.train(1, 8)
@@ -432,12 +422,24 @@ def _overflows(rank: int, world: int) -> None:
     assert own.engine.loss_scale == 2.0**29
 
 
-def test_an_overflow_skips_the_step_of_every_stage() -> None:
-    run_ranks(4, _overflows)
+def _by_shares(rank: int, world: int, name: str) -> State:
+    own = piped(mesh_of(), name, "zero2", batch_shares=[0.25, 0.75])
+    own.train(2, 8, clip=CLIP)
+    state = own.state()
+    own.engine.close()
+    return state
 
 
-def _accumulated(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_the_loss_of_a_schedule_counts_the_share_of_its_rank(name: str) -> None:
+    expected = alone(2, 8, clip=CLIP, shares=[0.25, 0.75])[1]
+    _close(run_ranks(4, _by_shares, name, timeout=100), expected)
+
+
+@on_ranks(4)
+def test_no_sync_around_a_step_of_the_schedule_says_that_more_follow() -> None:
     """Two steps of the schedule inside one of the optimizer."""
+    name = "1F1B"
     mesh = mesh_of()
     for row in ("zero1", "zero3"):
         states, reduced = [], []
@@ -460,25 +462,9 @@ def _accumulated(rank: int, world: int, name: str) -> None:
         assert reduced[0] == reduced[1] * (2 if row == "zero1" else 1)
 
 
-def _by_shares(rank: int, world: int, name: str) -> State:
-    own = piped(mesh_of(), name, "zero2", batch_shares=[0.25, 0.75])
-    own.train(2, 8, clip=CLIP)
-    state = own.state()
-    own.engine.close()
-    return state
-
-
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_the_loss_of_a_schedule_counts_the_share_of_its_rank(name: str) -> None:
-    expected = alone(2, 8, clip=CLIP, shares=[0.25, 0.75])[1]
-    _close(run_ranks(4, _by_shares, name, timeout=100), expected)
-
-
-def test_no_sync_around_a_step_of_the_schedule_says_that_more_follow() -> None:
-    run_ranks(4, _accumulated, "1F1B")
-
-
-def _evaluates(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])
+@on_ranks(4)
+def test_a_schedule_evaluates_between_steps(name: str) -> None:
     own = piped(mesh_of(), name, "zero3", budget=ROOM)
     own.train(1, 8)
     x, y = tokens(own.engine.rank, 1, 8)
@@ -495,15 +481,11 @@ def _evaluates(rank: int, world: int, name: str) -> None:
         assert [loss.item() for loss in losses] == own.losses[1]
 
 
-@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])
-def test_a_schedule_evaluates_between_steps(name: str) -> None:
-    run_ranks(4, _evaluates, name)
-
-
 # -------------------------------------------------------------------------- names, and the way back
 
 
-def _names(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_stages_keep_the_names_of_the_whole_model_and_are_given_back() -> None:
     own = piped(mesh_of(), "Interleaved1F1B", "zero3")
     names = [name for stage in own.stages for name, _ in stage.submod.named_parameters()]
     assert [name for name, _ in own.engine.module.named_parameters()] == names
@@ -524,11 +506,8 @@ def _names(rank: int, world: int) -> None:
     assert all(p.grad is not None for stage in own.stages for p in stage.submod.parameters())
 
 
-def test_stages_keep_the_names_of_the_whole_model_and_are_given_back() -> None:
-    run_ranks(4, _names)
-
-
-def _recovers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_reset_after_an_exception_in_a_step_releases_what_was_held() -> None:
     """Both stages on one rank, so that the exception ends the step of every stage."""
     own = piped(mesh_of(1, 2), "LoopedBFS", "zero3", budget=ROOM)
     own.train(1, 8)
@@ -550,10 +529,6 @@ def _recovers(rank: int, world: int) -> None:
     assert not own.engine.memory().temporary
     own.train(1, 8, first=1)
     assert not _equal(before, own.state())
-
-
-def test_reset_after_an_exception_in_a_step_releases_what_was_held() -> None:
-    run_ranks(2, _recovers)
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -637,41 +612,29 @@ BAD: list[tuple[Callable[[Piped], None], str]] = [
 ]
 
 
-def _refused(rank: int, world: int, number: int) -> str:
+@pytest.mark.parametrize(("deed", "expected"), BAD, ids=[deed.__name__[1:] for deed, _ in BAD])
+@on_ranks(2)
+def test_bad_input_is_refused_on_every_rank_in_one_line(deed: Any, expected: str) -> None:
     own = piped(mesh_of(2, 1), "1F1B", "zero3", follow=False)
-    deed, expected = BAD[number]
     with pytest.raises((ConfigError, StateError, PlanMismatch), match=expected) as refused:
         deed(own)
     assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
-@pytest.mark.parametrize("number", range(len(BAD)), ids=[deed.__name__[1:] for deed, _ in BAD])
-def test_bad_input_is_refused_on_every_rank_in_one_line(number: int) -> None:
-    run_ranks(2, _refused, number)
-
-
-def _no_effect(rank: int, world: int) -> None:
-    own = piped(mesh_of(2, 1), "1F1B", "zero1", follow=False)
-    own.engine.follow(own.schedule, budget=ROOM)
-
-
+@on_ranks(2)
 def test_a_budget_of_rows_that_keep_whole_weights_is_refused() -> None:
-    with pytest.raises(RankError, match="budget=1048576 has no effect: policy='zero1'") as refused:
-        run_ranks(2, _no_effect)
-    assert len(refused.value.errors) == 2
+    own = piped(mesh_of(2, 1), "1F1B", "zero1", follow=False)
+    with pytest.raises(ConfigError, match="budget=1048576 has no effect: policy='zero1'"):
+        own.engine.follow(own.schedule, budget=ROOM)
 
 
-def _only_dp(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_mesh_without_the_axis_of_the_stages_is_refused(rank: int) -> None:
     mesh = mesh_of(2, 1)
     stage = PipelineStage(part(rank, 2), rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     engine = zs.shard(stage, mesh=mesh["dp"])
     with pytest.raises(ConfigError, match="has no axis 'pp': give it the whole mesh"):
         engine.follow(ScheduleGPipe(stage, 2, loss_fn=loss_of))
-
-
-def test_a_mesh_without_the_axis_of_the_stages_is_refused() -> None:
-    run_ranks(2, _only_dp)
 
 
 def _cut(modules: list[nn.Module], numbers: tuple[int, int] = (0, 1)) -> list[PipelineStage]:
@@ -681,7 +644,8 @@ def _cut(modules: list[nn.Module], numbers: tuple[int, int] = (0, 1)) -> list[Pi
     ]
 
 
-def _names_refused(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_names_and_parameters_of_two_stages_are_refused() -> None:
     rows = [nn.Linear(4, 4) for _ in range(4)]
     with pytest.raises(ConfigError, match=r"'0.weight' names one tensor of stage 0 and another of"):
         zs.shard(_cut([nn.Sequential(*rows[:2]), nn.Sequential(*rows[2:])]))
@@ -693,7 +657,3 @@ def _names_refused(rank: int, world: int) -> None:
         zs.shard(_cut(list(tied)))
     with pytest.raises(ConfigError, match="name one stage twice"):
         zs.shard(_cut([part(0, 2), part(1, 2)], (0, 0)))
-
-
-def test_names_and_parameters_of_two_stages_are_refused() -> None:
-    run_ranks(1, _names_refused)

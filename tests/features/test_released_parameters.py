@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from tests.support import inside
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
@@ -31,6 +31,8 @@ from tests.support.training import (
     differences,
     final_state,
     make_model,
+    make_sharded,
+    take_steps,
     two_groups,
     wrapped,
 )
@@ -156,7 +158,13 @@ def _in_a_forward_if_recomputed(case: dict[str, Any]) -> bool:
     return case["use"] == "in a forward" or not case["recompute"]
 
 
-def _same_as_ddp(rank: int, world: int, cases: list[dict[str, Any]]) -> None:
+@by_pairs(FACTORS, _in_a_forward_if_recomputed, slow_by="use")
+@on_ranks(2, timeout=120)
+def test_a_parameter_used_elsewhere_trains_as_under_ddp(
+    rank: int, cases: list[dict[str, Any]]
+) -> None:
+    """Also in a part that is recomputed."""
+
     @functools.cache
     def by_ddp(use: str, recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         return _train(rank, "torch-ddp", use, "auto", recompute, "automatic")
@@ -167,12 +175,6 @@ def _same_as_ddp(rank: int, world: int, cases: list[dict[str, Any]]) -> None:
         ours, values = _train(rank, row, use, transport, recompute, units)
         assert ours == losses, (case, ours, losses)
         assert not (found := differences(values, state, row, "torch-ddp")), (case, found)
-
-
-@by_pairs(FACTORS, _in_a_forward_if_recomputed, slow_by="use")
-def test_a_parameter_used_elsewhere_trains_as_under_ddp(cases: list[dict[str, Any]]) -> None:
-    """Also in a part that is recomputed."""
-    run_ranks(2, _same_as_ddp, cases, timeout=120)
 
 
 def test_reading_without_gradients_is_refused_by_name_outside_a_forward_and_served_inside() -> None:
@@ -238,7 +240,9 @@ def test_a_use_keeps_its_unit_to_the_end_of_the_backward_and_no_longer() -> None
     engine.close()
 
 
-def _stale(rank: int, world: int, row: str) -> None:
+@on_ranks(2)
+def test_the_backward_of_a_use_before_the_step_is_an_error(rank: int) -> None:
+    row = "zero3"
     torch.manual_seed(0)
     model = Borrower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,34 +256,21 @@ def _stale(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_the_backward_of_a_use_before_the_step_is_an_error() -> None:
-    run_ranks(2, _stale, "zero3")
-
-
-def _after_the_step(rank: int, world: int, row: str, transport: str) -> None:
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(
-        model, optimizer, policy=row, comm=zs.Comm.model_validate({"transport": transport})
-    )
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+@on_ranks(2)
+def test_replicated_weights_can_be_read_and_saved_right_after_a_step(
+    rank: int, row: str, transport: str
+) -> None:
+    model, optimizer, engine = make_sharded(row, transport)
     for step in range(2):
-        model(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, [step], model, optimizer)
         with torch.no_grad():
             norms = {name: p.norm() for name, p in model.named_parameters()}
         state = engine.full_state_dict(rank0_only=False)
         assert all(torch.equal(norms[name], value.norm()) for name, value in state.items())
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
-def test_replicated_weights_can_be_read_and_saved_right_after_a_step(
-    row: str, transport: str
-) -> None:
-    run_ranks(2, _after_the_step, row, transport)
 
 
 def test_parameters_of_two_engines_meet_in_one_function() -> None:
@@ -327,11 +318,13 @@ def test_every_unit_rests_after_shard(row: str, trained: bool) -> None:
     engine.close()
 
 
-def _reads_in_a_thread(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_a_thread_that_reads_weights_beside_the_loop_has_them_or_is_told_and_the_loop_goes_on(
+    rank: int, row: str
+) -> None:
     def train(reads: bool) -> tuple[list[float], list[str]]:
-        model = make_model()
-        optimizer = two_groups(model)
-        engine = zs.shard(model, optimizer, policy=row)
+        model, optimizer, engine = make_sharded(row)
         losses, told = [], []
 
         def read() -> None:
@@ -374,22 +367,14 @@ def _reads_in_a_thread(rank: int, world: int, row: str) -> None:
         )
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_thread_that_reads_weights_beside_the_loop_has_them_or_is_told_and_the_loop_goes_on(
-    row: str,
-) -> None:
-    run_ranks(2, _reads_in_a_thread, row)
-
-
-def _trains_in_threads(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_loop_may_change_its_thread(rank: int) -> None:
     model = make_model()
     optimizer = two_groups(model)
     engine = zs.shard(model, optimizer, stage=2)
 
     def step() -> None:
-        model(*batch(rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(rank, 1, model, optimizer)
 
     for _ in range(2):  # as a pool's threads do
         thread = threading.Thread(target=step)
@@ -398,7 +383,3 @@ def _trains_in_threads(rank: int, world: int) -> None:
     with torch.no_grad():
         assert float(model.head.weight.norm())  # the loop's thread has ended
     engine.close()
-
-
-def test_a_loop_may_change_its_thread() -> None:
-    run_ranks(2, _trains_in_threads)

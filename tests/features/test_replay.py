@@ -72,8 +72,7 @@ def replay(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS],
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
 def test_a_replay_names_the_rank_leaf_unit_and_phase_of_a_fault(
     name: str,
@@ -133,9 +132,7 @@ def test_one_leaf_is_computed_alone_on_two_processes(
 
 
 def test_a_leaf_that_the_run_does_not_have_is_refused(
-    checkpoint: Callable[[dict[str, Any]], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Callable[[dict[str, Any]], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write(1, Run(), tmp_path / "run")
     command = ["replay", str(run), "--step", str(AT), "--leaf", "8", "--", SCRIPT, str(run)]

@@ -11,7 +11,7 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, Net, batch, two_groups
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -45,8 +45,17 @@ def _taken(engine: zs.Engine) -> Counted:
     return {k: (seen.bytes.get(k, 0), seen.between_nodes.get(k, 0)) for k in kinds}
 
 
-def _counted(rank: int, world: int, cases: list[Case]) -> list[tuple[int, Counted, Counted]]:
-    """Return elements with padding, what a step of three micro-batches inside no_sync counts, and
+def _expected(ways: list[Route], numel: int, kind: Kind) -> tuple[float, float]:
+    links = sum(
+        (hop.link_bytes(numel) for way in ways for hop in way if hop.kind is kind), LinkBytes()
+    )
+    return links.total, links.between
+
+
+@pytest.mark.parametrize("cases", [PLAIN, ENCODED], ids=["rows", "codecs"])
+@on_ranks(4, timeout=100)
+def test_the_engine_moves_what_its_routes_say(rank: int, cases: list[Case]) -> None:
+    """Look at elements with padding, what a step of three micro-batches inside no_sync counts, and
     what whole weights do.
     """
     out = []
@@ -72,26 +81,13 @@ def _counted(rank: int, world: int, cases: list[Case]) -> list[tuple[int, Counte
             raw = _taken(engine)
         out.append((inside.padded_numel(engine), step, raw))
         engine.close()
-    return out
-
-
-def _expected(ways: list[Route], numel: int, kind: Kind) -> tuple[float, float]:
-    links = sum(
-        (hop.link_bytes(numel) for way in ways for hop in way if hop.kind is kind), LinkBytes()
-    )
-    return links.total, links.between
-
-
-@pytest.mark.parametrize("cases", [PLAIN, ENCODED], ids=["rows", "codecs"])
-def test_the_engine_moves_what_its_routes_say(cases: list[Case]) -> None:
-    for seen in run_ranks(4, _counted, cases, timeout=100):
-        for (row, two_level, codecs), (numel, step, raw) in zip(cases, seen, strict=True):
-            formats = Formats.of("bf16", **codecs)  # type: ignore[arg-type]
-            made = policy_row(row).routes(MESH, formats, two_level=two_level)
-            for counted, ways in (
-                (step, list(made.step(micro_batches=3, no_sync=True))),
-                (raw, [made.raw]),
-            ):
-                for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-                    expected = _expected(ways, numel, kind)
-                    assert counted[kind.value] == expected, (row, two_level, codecs, kind)
+    for (row, two_level, codecs), (numel, step, raw) in zip(cases, out, strict=True):
+        formats = Formats.of("bf16", **codecs)  # type: ignore[arg-type]
+        made = policy_row(row).routes(MESH, formats, two_level=two_level)
+        for counted, ways in (
+            (step, list(made.step(micro_batches=3, no_sync=True))),
+            (raw, [made.raw]),
+        ):
+            for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+                expected = _expected(ways, numel, kind)
+                assert counted[kind.value] == expected, (row, two_level, codecs, kind)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, make_model
+from tests.support.harness import on_ranks
+from tests.support.training import ROWS, batch, make_model, take_steps
 
 STEPS = 3
 
@@ -66,9 +66,7 @@ def _seen(model: nn.Module, optimizer: Any, state: Any) -> list[Any]:
     for _ in range(2):
         optimizer.train()
         for _ in range(STEPS):
-            model(*batch(0, number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_steps(0, [number], model, optimizer)
             number += 1
         optimizer.eval()
         with torch.no_grad():
@@ -76,7 +74,8 @@ def _seen(model: nn.Module, optimizer: Any, state: Any) -> list[Any]:
     return seen
 
 
-def _rows(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_averages_are_what_the_model_evaluates_with_and_training_goes_on() -> None:
     plain = make_model()
     wanted = _seen(
         plain,
@@ -96,11 +95,8 @@ def _rows(rank: int, world: int) -> None:
         assert "eval" not in vars(optimizer) and "train" not in vars(optimizer)
 
 
-def test_the_averages_are_what_the_model_evaluates_with_and_training_goes_on() -> None:
-    run_ranks(2, _rows)
-
-
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_calls_that_cannot_be_followed_are_one_line_on_every_rank(rank: int) -> None:
     model = make_model()
     optimizer = ScheduleFree(model.parameters())
     engine = zs.shard(model, optimizer, stage=3)
@@ -116,7 +112,3 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(zs.StateError, match=r"train\(\) of ScheduleFree .*leave the optimizer out"):
         optimizer.train()
     engine.close()
-
-
-def test_calls_that_cannot_be_followed_are_one_line_on_every_rank() -> None:
-    run_ranks(2, _refused)

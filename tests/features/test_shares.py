@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import RankError, on_ranks, run_ranks
 from tests.support.training import (
     batch,
     differences,
@@ -104,7 +104,8 @@ def test_the_whole_matrix_gives_the_bits_of_equal_shares(
     _check(4, cases, SLOW_STEPS, comm=comm, model=small)
 
 
-def _half(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_half_precision_micro_batches_and_codecs_give_the_same_bits(rank: int) -> None:
     options = {"precision": "bf16", "micro_batches": 2, "no_sync": True, "clip": 0.1}
     equal = train(rank, "zero2", 8, **options)  # type: ignore[arg-type]
     found = []
@@ -112,15 +113,13 @@ def _half(rank: int, world: int) -> list[str]:
         found += train(rank, row, 8, shares=shares, **options).differs_from(equal)  # type: ignore[arg-type]
     codes = zs.Comm(weight_codec="int8", grad_codec="int4", error_feedback=True)
     equal = train(rank, "zero3", 8, comm=codes)
-    return found + train(rank, "zero3", 8, comm=codes, shares=TWO[0]).differs_from(equal)
+    seen = found + train(rank, "zero3", 8, comm=codes, shares=TWO[0]).differs_from(equal)
+    assert seen == []
 
 
-def test_half_precision_micro_batches_and_codecs_give_the_same_bits() -> None:
-    assert run_ranks(2, _half) == [[], []]
-
-
-def _late(rank: int, world: int) -> dict[str, list[str]]:
-    """Take updates a step late with unequal shares; return what differs from equal ones."""
+@on_ranks(2, timeout=60)
+def test_updates_that_are_late_have_the_bits_of_equal_shares(rank: int) -> None:
+    """Take updates a step late with unequal shares; compare with equal ones."""
     out = {}
     for row, start in (("zero1", 2), ("zero2", 0), ("zero3", 0)):
         late = {"clip": 0.1, "offload": zs.Offload(optimizer="host", delayed_update=start)}
@@ -132,12 +131,7 @@ def _late(rank: int, world: int) -> dict[str, list[str]]:
             if run.extra["norms"] != equal.extra["norms"]:
                 out[f"{row} {shares}"].append("norms")
         assert train(rank, row, 5, clip=0.1).differs_from(equal), "a late update is another one"
-    return out
-
-
-def test_updates_that_are_late_have_the_bits_of_equal_shares() -> None:
-    for found in run_ranks(2, _late, timeout=60):
-        assert not any(found.values()), found
+    assert not any(out.values()), out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -171,9 +165,10 @@ def test_bytes_at_rest_follow_the_shares_to_within_a_block(row: str) -> None:
 # everything else that an engine does, with a rank that rests nothing
 
 
-def _whole_life(rank: int, world: int, path: Path) -> list[str]:
-    """Gather, average, offload, recover and load, with all states on rank 1; return what differs
-    from the same with equal shares.
+@on_ranks(2)
+def test_a_rank_that_rests_nothing_takes_part_in_everything(rank: int, tmp_path: Path) -> None:
+    """Gather, average, offload, recover and load, with all states on rank 1; compare with the same
+    with equal shares.
     """
     ends, seen = [], []
     for shares in (None, (0.0, 1.0)):
@@ -191,19 +186,17 @@ def _whole_life(rank: int, world: int, path: Path) -> list[str]:
         engine.reset()
         with engine.join():
             take_steps(rank, [3] if rank else [3, 4], model, optimizer)
-        zs.save(path / str(shares), engine, step=1, states={"ema": ema})
+        zs.save(tmp_path / str(shares), engine, step=1, states={"ema": ema})
         with ema.swapped():
             seen.append({"grad": grad, **engine.full_state_dict(rank0_only=False)})
         ends.append(final_state(model, engine))
-    return [*differences(seen[1], seen[0]), *differences(ends[1], ends[0])]
+    found = [*differences(seen[1], seen[0]), *differences(ends[1], ends[0])]
+    assert found == []
 
 
-def test_a_rank_that_rests_nothing_takes_part_in_everything(tmp_path: Path) -> None:
-    assert run_ranks(2, _whole_life, tmp_path) == [[], []]
-
-
-def _moved(rank: int, world: int, path: Path) -> list[str]:
-    """Save with one share vector and go on with another; return what differs from going on."""
+@on_ranks(2)
+def test_checkpoints_move_between_share_vectors(rank: int, tmp_path: Path) -> None:
+    """Save with one share vector and go on with another; compare with going on."""
     found = []
     ways: list[dict[str, Any]] = [
         {},
@@ -214,50 +207,25 @@ def _moved(rank: int, world: int, path: Path) -> list[str]:
     for number, way in enumerate(ways):
         model, optimizer, engine = make_sharded("zero3", **way)
         take_steps(rank, 2, model, optimizer)
-        zs.save(path / str(number), engine, step=1)
+        zs.save(tmp_path / str(number), engine, step=1)
         take_steps(rank, [2, 3], model, optimizer)
         expected = final_state(model, engine)
         for other in [one for one in ways if one is not way]:
             model, optimizer, engine = make_sharded("zero2", **other)
             take_steps(rank, [7], model, optimizer)  # something else to be overwritten
-            zs.load(path / str(number), engine)
+            zs.load(tmp_path / str(number), engine)
             take_steps(rank, [2, 3], model, optimizer)
             name = f"{way} loaded with {other}"
             found += differences(final_state(model, engine), expected, name)
-    return found
-
-
-def test_checkpoints_move_between_share_vectors(tmp_path: Path) -> None:
-    assert run_ranks(2, _moved, tmp_path) == [[], []]
+    assert found == []
 
 
 # --------------------------------------------------------------------------------------------------
 # tiers that differ between ranks
 
 
-def _tiers(
-    rank: int, world: int, path: Path, cases: list[tuple[str, dict[str, Any]]]
-) -> dict[str, list[str]]:
-    expected = train(rank, "zero3", 4, clip=0.1)
-    out = {}
-    for row, options in cases:
-        offload = dict(options["offload"])
-        if any("disk" in tiers for tiers in offload.values() if not isinstance(tiers, float)):
-            offload["disk_path"] = str(path)
-        run = train(rank, row, 4, clip=0.1, **{**options, "offload": offload})
-        out[f"{row} {options}"] = run.differs_from(expected)
-        away = run.extra["memory"].tier_peaks
-        for state in ("weight", "grad", "optimizer"):
-            tiers = options["offload"].get(state, "device")
-            mine = tiers if isinstance(tiers, str) else tiers[rank]
-            if mine != "device" and options.get("shares", (1,) * world)[rank]:
-                assert away.get(mine, 0) > 0, (row, options, away)
-        if not away:
-            assert rank == 0, (row, options)
-    return out
-
-
-def test_ranks_on_different_tiers_give_the_same_bits(tmp_path: Path) -> None:
+@on_ranks(2, timeout=110)
+def test_ranks_on_different_tiers_give_the_same_bits(rank: int, world: int, tmp_path: Path) -> None:
     host, disk = ["device", "host"], ["device", "disk"]
     cases = [
         ("zero1", {"offload": {"optimizer": host}}),
@@ -269,8 +237,23 @@ def test_ranks_on_different_tiers_give_the_same_bits(tmp_path: Path) -> None:
         ("zero3", {"offload": {"weight": "host", "fraction": 0.4}, "shares": (0.2, 0.8)}),
         ("zero2", {"offload": {"grad": "host", "optimizer": "host"}, "shares": (0.0, 1.0)}),
     ]
-    for found in run_ranks(2, _tiers, tmp_path, cases, timeout=110):
-        assert not any(found.values()), found
+    expected = train(rank, "zero3", 4, clip=0.1)
+    out = {}
+    for row, options in cases:
+        offload = dict(options["offload"])
+        if any("disk" in tiers for tiers in offload.values() if not isinstance(tiers, float)):
+            offload["disk_path"] = str(tmp_path)
+        run = train(rank, row, 4, clip=0.1, **{**options, "offload": offload})
+        out[f"{row} {options}"] = run.differs_from(expected)
+        away = run.extra["memory"].tier_peaks
+        for state in ("weight", "grad", "optimizer"):
+            tiers = options["offload"].get(state, "device")
+            mine = tiers if isinstance(tiers, str) else tiers[rank]
+            if mine != "device" and options.get("shares", (1,) * world)[rank]:
+                assert away.get(mine, 0) > 0, (row, options, away)
+        if not away:
+            assert rank == 0, (row, options)
+    assert not any(out.values()), out
 
 
 class _Narrowing(nn.Module):
@@ -288,7 +271,9 @@ class _Narrowing(nn.Module):
         return self.layers(nn.functional.one_hot(x, 64).float()).square().mean()
 
 
-def _leaving(rank: int, world: int) -> list[str]:
+@on_ranks(2)
+def test_every_rank_waits_for_sums_that_leave_the_device_of_one(rank: int) -> None:
+    """What a wait gives back is room, in which the next unit is gathered on every rank or none."""
     options: dict[str, Any] = {"model": _Narrowing, "units": [nn.Linear]}
     expected, found = train(rank, "zero3", 2, **options), []
     options["comm"] = zs.Comm(transport="gloo")
@@ -296,12 +281,7 @@ def _leaving(rank: int, world: int) -> list[str]:
         offload = {"grad": tiers, "optimizer": tiers}
         run = train(rank, "zero3", 2, offload=offload, shares=shares, **options)
         found += run.differs_from(expected)
-    return found
-
-
-def test_every_rank_waits_for_sums_that_leave_the_device_of_one() -> None:
-    """What a wait gives back is room, in which the next unit is gathered on every rank or none."""
-    assert run_ranks(2, _leaving) == [[], []]
+    assert found == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -409,14 +389,12 @@ def test_what_cannot_be_shared_is_one_clear_line_on_every_rank(
         assert told.startswith(error) and "\n" not in told, told
 
 
-def _differ(rank: int, world: int, mine: list[Any]) -> str:
-    return _refused(rank, world, {"shares": mine[rank]})
-
-
 @pytest.mark.parametrize("mine", [[[0.1, 0.9], [0.9, 0.1]], ["memory", "auto"], ["auto", None]])
-def test_ranks_that_ask_for_other_shares_are_told(mine: list[Any]) -> None:
-    for told in run_ranks(2, _differ, mine):
-        assert told.startswith("the ranks disagree, first about 'shares'"), told
+@on_ranks(2)
+def test_ranks_that_ask_for_other_shares_are_told(rank: int, world: int, mine: list[Any]) -> None:
+
+    told = _refused(rank, world, {"shares": mine[rank]})
+    assert told.startswith("the ranks disagree, first about 'shares'"), told
 
 
 def test_shares_are_read_from_json_and_written() -> None:

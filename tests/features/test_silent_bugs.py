@@ -16,8 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support.cases import WIDTH, Case, Chain, compare_case, seeded, simple, train_case
-from tests.support.harness import run_ranks
-from tests.support.training import ROWS, batch, equal, make_model, take_steps, train, two_groups
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import (
+    ROWS,
+    batch,
+    equal,
+    final_state,
+    make_model,
+    make_sharded,
+    take_steps,
+    train,
+    two_groups,
+)
 from zeroshard import ConfigError
 from zeroshard.runtime.flight import Flight
 
@@ -142,7 +152,8 @@ def test_an_odd_model_trains_to_ddps_bits(name: str, world: int) -> None:
         assert not any(differences.values()), differences
 
 
-def _tiny_saved(rank: int, world: int, folder: Path) -> None:
+@on_ranks(3)
+def test_empty_shares_are_saved_and_loaded(rank: int, tmp_path: Path) -> None:
     """Ranks whose share of every parameter but the large ones is empty save and load, too."""
 
     def sharded(row: str) -> tuple[nn.Module, torch.optim.Optimizer, zs.Engine]:
@@ -152,18 +163,14 @@ def _tiny_saved(rank: int, world: int, folder: Path) -> None:
 
     model, optimizer, engine = sharded("zero3")
     take_steps(rank, 2, model, optimizer)
-    zs.save(folder, engine, step=2)
+    zs.save(tmp_path, engine, step=2)
     take_steps(rank, 2, model, optimizer)
     expected = engine.full_state_dict(rank0_only=False)
     for row in ("zero1", "zero3"):
         model, optimizer, engine = sharded(row)
-        zs.load(folder, engine)
+        zs.load(tmp_path, engine)
         take_steps(rank, 2, model, optimizer)
         assert equal(engine.full_state_dict(rank0_only=False), expected), row
-
-
-def test_empty_shares_are_saved_and_loaded(tmp_path: Path) -> None:
-    run_ranks(3, _tiny_saved, tmp_path)
 
 
 # --------------------------------------------------------------------------------- ties at a load
@@ -175,7 +182,8 @@ class Tied(Chain):
         self.head.weight = self.embed.weight
 
 
-def _tied(rank: int, world: int, folder: Path) -> None:
+@on_ranks(2)
+def test_ties_survive_every_way_to_load(rank: int, tmp_path: Path) -> None:
     """Load over a tied model in every way; then train: the two names stay one parameter."""
     torch.manual_seed(1)
     source = Tied()
@@ -183,19 +191,18 @@ def _tied(rank: int, world: int, folder: Path) -> None:
     state = {name: value.clone() for name, value in source.state_dict().items()}
     if rank == 0:
         save_file(
-            {n: v for n, v in state.items() if n != "head.weight"}, folder / "model.safetensors"
+            {n: v for n, v in state.items() if n != "head.weight"}, tmp_path / "model.safetensors"
         )
     engine = zs.shard(source, reference, stage=2)
-    zs.save(folder / "ours", engine, step=0)
+    zs.save(tmp_path / "ours", engine, step=0)
     take_steps(rank, 2, source, reference)
-    expected = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    expected = final_state(source, engine)
 
     def load(model: nn.Module, engine: zs.Engine, way: str) -> None:
         if way == "zs.load":
-            zs.load(folder / "ours", engine)
+            zs.load(tmp_path / "ours", engine)
         elif way == "load_pretrained":
-            zs.load_pretrained(engine, folder)
+            zs.load_pretrained(engine, tmp_path)
         elif way == "load_state_dict":
             model.load_state_dict(state)
         else:
@@ -216,10 +223,6 @@ def _tied(rank: int, world: int, folder: Path) -> None:
             assert equal(found, expected), (row, way)
             assert torch.equal(found["head.weight"], found["embed.weight"])
             engine.close()
-
-
-def test_ties_survive_every_way_to_load(tmp_path: Path) -> None:
-    run_ranks(2, _tied, tmp_path)
 
 
 def test_edits_in_a_nested_gathered_are_not_lost_without_a_word() -> None:
@@ -265,7 +268,8 @@ def test_an_optimizer_over_other_parameters_is_refused(kind: str, row: str) -> N
     engine.close()
 
 
-def _moved(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_the_model_was_moved_or_loaded_steps(rank: int) -> None:
     """What keeps the parameters keeps the optimizer: a load in place, a move."""
     expected = train(rank, "torch-ddp", 3).state
     for row in ROWS:
@@ -279,22 +283,19 @@ def _moved(rank: int, world: int) -> None:
         engine.close()
 
 
-def test_an_optimizer_made_before_the_model_was_moved_or_loaded_steps() -> None:
-    run_ranks(2, _moved)
-
-
 # ------------------------------------------------------------------------------------- accumulation
 
 
-def _gradients(rank: int, world: int, row: str, no_sync: bool) -> None:
+@pytest.mark.parametrize("no_sync", [False, True], ids=["every backward", "no_sync"])
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_micro_batches_accumulate(rank: int, world: int, row: str, no_sync: bool) -> None:
     """The gradient of two micro-batches is the sum of both, and the average over the ranks."""
     plain = make_model()
     for other in range(world):
         for micro in range(2):
             (plain(*batch(other, micro)) / world).backward()
-    model = make_model()
-    optimizer = two_groups(model)
-    engine = zs.shard(model, optimizer, policy=row)
+    model, optimizer, engine = make_sharded(row)
     if no_sync:
         with engine.no_sync():
             model(*batch(rank, 0)).backward()
@@ -310,12 +311,6 @@ def _gradients(rank: int, world: int, row: str, no_sync: bool) -> None:
     after = engine.full_state_dict(rank0_only=False)
     assert all(not torch.equal(before[name], after[name]) for name in before), "every one moved"
     engine.close()
-
-
-@pytest.mark.parametrize("no_sync", [False, True], ids=["every backward", "no_sync"])
-@pytest.mark.parametrize("row", ROWS)
-def test_micro_batches_accumulate(row: str, no_sync: bool) -> None:
-    run_ranks(2, _gradients, row, no_sync)
 
 
 # --------------------------------------------------------------------------------- mistyped names

@@ -13,14 +13,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     Net,
     equal,
     make_model,
     make_sharded,
-    on_rows,
     take_steps,
     train,
     two_groups,
@@ -31,7 +30,11 @@ from zeroshard.formats import export
 SHARDED = ("zero3", "zero3-keep")  # rows whose weights rest in slices
 
 
-def _state(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside(
+    rank: int, row: str
+) -> None:
     model, optimizer, engine = make_sharded(row)
     take_steps(rank, 1, model, optimizer)
     expected = engine.full_state_dict(rank0_only=False)
@@ -54,10 +57,6 @@ def _state(rank: int, world: int, row: str) -> None:
                 model.state_dict()
     take_steps(rank, [1], model, optimizer)
     engine.close()
-
-
-def test_state_dict_gives_full_tensors_inside_gathered_and_raises_outside() -> None:
-    on_rows(_state)
 
 
 def _loaded(rank: int, world: int, row: str, precision: str) -> None:
@@ -94,16 +93,16 @@ def _loaded(rank: int, world: int, row: str, precision: str) -> None:
     engine.close()
 
 
-def _loaded_both(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_load_state_dict_goes_into_the_shards_and_masters(rank: int, world: int, row: str) -> None:
     for precision in ("fp32", "bf16"):
         _loaded(rank, world, row, precision)
 
 
-def test_load_state_dict_goes_into_the_shards_and_masters() -> None:
-    on_rows(_loaded_both)
-
-
-def _loads_other_numbers(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_ranks_that_load_other_numbers_are_told_on_every_rank(rank: int, row: str) -> None:
     model, optimizer, engine = make_sharded(row)
     before = engine.full_state_dict(rank0_only=False)
     state = {name: value + 1 for name, value in before.items()}
@@ -126,11 +125,11 @@ def _loads_other_numbers(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_ranks_that_load_other_numbers_are_told_on_every_rank() -> None:
-    on_rows(_loads_other_numbers)
-
-
-def _optimizer_state(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_the_optimizers_state_dict_is_labelled_and_resumes_to_the_same_bits(
+    rank: int, world: int, row: str
+) -> None:
     straight = train(rank, row, 4).state
     model, optimizer, engine = make_sharded(row)
     # Accelerate's prepare() does so, before the first step
@@ -177,11 +176,9 @@ def _optimizer_state(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_the_optimizers_state_dict_is_labelled_and_resumes_to_the_same_bits() -> None:
-    on_rows(_optimizer_state)
-
-
-def _older_state(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_optimizer_state_from_before_shard_is_cut_and_goes_on(rank: int, row: str) -> None:
     """Two steps of plain training on the same data everywhere, then sharding: the moments go on."""
     states = []
     for kind in ("torch-ddp", row):
@@ -198,10 +195,6 @@ def _older_state(rank: int, world: int, row: str) -> None:
         if engine:
             engine.close()
     assert equal(*states), row
-
-
-def test_optimizer_state_from_before_shard_is_cut_and_goes_on() -> None:
-    on_rows(_older_state)
 
 
 class _Scaled(nn.Module):
@@ -234,7 +227,11 @@ def _hooked(kind: str) -> nn.Module:
     return model
 
 
-def _under_hooks(rank: int, world: int, folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["wrapped", "renamed"])
+@on_ranks(2)
+def test_names_are_those_of_the_models_state_dict_also_where_hooks_give_them(
+    tmp_path: Path, kind: str
+) -> None:
     for row in ROWS:
         model = _hooked(kind)
         plain = {name: value.clone() for name, value in model.state_dict().items()}
@@ -248,23 +245,16 @@ def _under_hooks(rank: int, world: int, folder: Path, kind: str) -> None:
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         trained = engine.full_state_dict(rank0_only=False)
-        saved = (zs.save(folder / row, engine, step=1) / "manifest.json").read_text()
+        saved = (zs.save(tmp_path / row, engine, step=1) / "manifest.json").read_text()
         assert "_checkpoint_wrapped_module" not in saved and '"0.inner.weight"' not in saved, row
         engine.close()
         again = _hooked(kind)
         optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
         engine = zs.shard(again, optimizer, policy=row)
-        assert not zs.load(folder / row, engine).skipped
+        assert not zs.load(tmp_path / row, engine).skipped
         loaded = engine.full_state_dict(rank0_only=False)
         assert all(torch.equal(loaded[name], value) for name, value in trained.items()), row
         engine.close()
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "renamed"])
-def test_names_are_those_of_the_models_state_dict_also_where_hooks_give_them(
-    tmp_path: Path, kind: str
-) -> None:
-    run_ranks(2, _under_hooks, tmp_path, kind)
 
 
 def test_a_checkpoint_with_the_names_from_before_hooks_loads(

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeroshard as zs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.tensor_parallel import (
     CASES,
     alone,
@@ -29,7 +29,7 @@ from tests.support.tensor_parallel import (
     micro_batches,
     train,
 )
-from tests.support.training import two_groups
+from tests.support.training import final_state, two_groups
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.state.local import local_of
 
@@ -69,7 +69,8 @@ def test_fifty_steps_in_every_row_have_the_same_bits(name: str) -> None:
     run_ranks(4, _as_alone, name, ROWS, 2, 50, timeout=500)
 
 
-def _accumulated(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_uneven_micro_batches_are_accumulated_as_in_one_process() -> None:
     """One or two micro-batches of different sizes: added before the ranks' at ddp and zero1, after
     them at zero2 and zero3.
     """
@@ -83,11 +84,10 @@ def _accumulated(rank: int, world: int) -> None:
         assert not runs[0].same_bits(runs[1]), rows
 
 
-def test_uneven_micro_batches_are_accumulated_as_in_one_process() -> None:
-    run_ranks(4, _accumulated, timeout=100)
-
-
-def _nodes(rank: int, world: int, name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "uneven", "empty"])
+@on_ranks(8, timeout=400)
+def test_rows_with_nodes_train_beside_tp_with_the_same_bits(name: str) -> None:
     mesh, case = mesh_of(dp_replicate=2, dp_shard=2, tp=2), CASES[name]
     place = 2 * mesh.get_local_rank("dp_replicate") + mesh.get_local_rank("dp_shard")
     expected = alone(case, 4, 4, clip=SMALL)[place]
@@ -98,13 +98,8 @@ def _nodes(rank: int, world: int, name: str) -> None:
         assert not run.same_bits(runs[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "uneven", "empty"])
-def test_rows_with_nodes_train_beside_tp_with_the_same_bits(name: str) -> None:
-    run_ranks(8, _nodes, name, timeout=400)
-
-
-def _discarded(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_discarded_gradients_leave_no_trace() -> None:
     """Discard the gradients of a backward before each step, in every way inside and outside
     no_sync(): the bits of training without it.
     """
@@ -140,19 +135,16 @@ def _discarded(rank: int, world: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(told, expected, strict=True)), row
 
 
-def test_discarded_gradients_leave_no_trace() -> None:
-    run_ranks(4, _discarded, timeout=100)
-
-
 # ------------------------------------------------------------------- precisions, tiers, codecs, ...
 
 
-def _options(rank: int, world: int, directory: str) -> None:
+@on_ranks(4, timeout=110)
+def test_precisions_tiers_and_codecs_work_beside_tp(tmp_path: Path) -> None:
     mesh, case = mesh_of(dp=2, tp=2), CASES["uneven"]
     plain = train(case, mesh, 2, clip=SMALL)
     host = zs.Offload(optimizer="host", grad="host", weight="host")
     assert not train(case, mesh, 2, clip=SMALL, offload=host).same_bits(plain)
-    disk = zs.Offload(optimizer="disk", weight="disk", disk_path=directory)
+    disk = zs.Offload(optimizer="disk", weight="disk", disk_path=str(tmp_path))
     assert not train(case, mesh, 2, clip=SMALL, offload=disk).same_bits(plain)
     coded = train(case, mesh, 2, comm=zs.Comm(weight_codec="int8", grad_codec="int8"))
     assert 0 < difference(coded.state, plain.state) < 0.1
@@ -160,10 +152,6 @@ def _options(rank: int, world: int, directory: str) -> None:
         runs = [train(case, mesh, 2, policy=row, precision=precision) for row in ("ddp", "zero3")]
         assert not runs[0].same_bits(runs[1]), precision
         assert runs[0].losses == pytest.approx(plain.losses, rel=0.02), precision
-
-
-def test_precisions_tiers_and_codecs_work_beside_tp(tmp_path: Path) -> None:
-    run_ranks(4, _options, str(tmp_path), timeout=110)
 
 
 def _sharded(
@@ -181,7 +169,8 @@ def _step(model: nn.Module, engine: zs.Engine, step: int) -> None:
     engine.optimizer.zero_grad()
 
 
-def _frozen_and_averaged(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_frozen_parameters_and_averages_work_beside_tp() -> None:
     """Frozen DTensors stay, and an average is that of one process."""
     mesh, states = mesh_of(dp=2, tp=2), []
     for row in ("ddp", "zero3"):
@@ -197,8 +186,7 @@ def _frozen_and_averaged(rank: int, world: int) -> None:
             ema.update()
         with ema.swapped():
             states.append(engine.full_state_dict(rank0_only=False))
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     before = CASES["llama"].model().state_dict()
     for averaged, state in (states[:2], states[2:]):
         for name, value in state.items():
@@ -209,11 +197,8 @@ def _frozen_and_averaged(rank: int, world: int) -> None:
                 assert not torch.equal(value, averaged[name]), name
 
 
-def test_frozen_parameters_and_averages_work_beside_tp() -> None:
-    run_ranks(4, _frozen_and_averaged, timeout=100)
-
-
-def _uneven_data(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_join_works_beside_tp() -> None:
     """Ranks along tp end together; others go on, shadowed."""
     mesh, states = mesh_of(dp=2, tp=2), []
     for row in ("ddp", "zero3"):
@@ -226,11 +211,8 @@ def _uneven_data(rank: int, world: int) -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_join_works_beside_tp() -> None:
-    run_ranks(4, _uneven_data, timeout=100)
-
-
-def _begun(rank: int, world: int) -> None:
+@on_ranks(2, timeout=100)
+def test_the_state_of_an_optimizer_that_has_begun_is_cut_with_its_dtensors() -> None:
     """An optimizer that has stepped DTensors before shard() brings its state along."""
     mesh, states = mesh_of(dp=1, tp=2), []
     for begun in (False, True):
@@ -244,19 +226,28 @@ def _begun(rank: int, world: int) -> None:
         engine = zs.shard(model, optimizer, mesh=mesh)
         for step in range(begun, 2):
             _step(model, engine, step)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert difference(states[0], states[1]) < 1e-6
-
-
-def test_the_state_of_an_optimizer_that_has_begun_is_cut_with_its_dtensors() -> None:
-    run_ranks(2, _begun, timeout=100)
 
 
 # ------------------------------------------------------------------------------------ whole tensors
 
 
-def _whole(rank: int, world: int, row: str) -> None:
+def _without_row(model: nn.Module, row: int) -> torch.Tensor:
+    value = model.get_submodule("embed").weight.detach().clone()
+    value[row] = 0
+    return value
+
+
+def _holds(engine: zs.Engine, expected: Mapping[str, torch.Tensor]) -> None:
+    state = engine.full_state_dict(rank0_only=False)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(4, timeout=100)
+def test_parameters_and_gradients_are_read_edited_and_loaded_whole(rank: int, row: str) -> None:
     mesh, case = mesh_of(dp=2, tp=2), CASES["uneven"]
     original, (model, engine) = case.model(), _sharded(mesh, row, "uneven")
     parameters = dict(model.named_parameters())
@@ -324,24 +315,8 @@ def _whole(rank: int, world: int, row: str) -> None:
         assert torch.equal(here.full_tensor() if isinstance(here, DTensor) else here, value)
 
 
-def _without_row(model: nn.Module, row: int) -> torch.Tensor:
-    value = model.get_submodule("embed").weight.detach().clone()
-    value[row] = 0
-    return value
-
-
-def _holds(engine: zs.Engine, expected: Mapping[str, torch.Tensor]) -> None:
-    state = engine.full_state_dict(rank0_only=False)
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_parameters_and_gradients_are_read_edited_and_loaded_whole(row: str) -> None:
-    run_ranks(4, _whole, row, timeout=100)
-
-
-def _states(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_the_states_of_a_parameter_are_whole() -> None:
     """ParameterStates reads and sets whole masters, gradients and optimizer state."""
     model, engine = _sharded(mesh_of(dp=2, tp=2), "zero2", "uneven")
     parameter = model.get_submodule("blocks.0").down_proj.weight
@@ -358,10 +333,6 @@ def _states(rank: int, world: int) -> None:
     assert torch.equal(
         engine.full_state_dict(rank0_only=False)["blocks.0.down_proj.weight"], before * 3
     )
-
-
-def test_the_states_of_a_parameter_are_whole() -> None:
-    run_ranks(4, _states, timeout=100)
 
 
 def _loaded(rank: int, world: int, directory: str) -> int:
@@ -399,7 +370,8 @@ def test_load_pretrained_reads_the_bytes_of_this_rank_alone(tmp_path: Path) -> N
     assert max(read) < 0.4 * everything
 
 
-def _deferred(rank: int, world: int) -> None:
+@on_ranks(2, timeout=100)
+def test_a_deferred_model_may_be_cut_before_it_has_values() -> None:
     states = []
     mesh = mesh_of(dp=1, tp=2)
     for deferred in (False, True):
@@ -409,19 +381,15 @@ def _deferred(rank: int, world: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         engine = zs.shard(model, optimizer, mesh=mesh)
         _step(model, engine, 0)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-
-
-def test_a_deferred_model_may_be_cut_before_it_has_values() -> None:
-    run_ranks(2, _deferred, timeout=100)
 
 
 # ----------------------------------------------------------------------------------- bytes, and use
 
 
-def _bytes(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_memory_and_traffic_are_those_of_the_local_tensors() -> None:
     """Memory and traffic are those of a model of the local tensors."""
     mesh = mesh_of(dp=2, tp=2)
     reports = []
@@ -443,11 +411,8 @@ def _bytes(rank: int, world: int) -> None:
     assert reports[0] == reports[1]
 
 
-def test_memory_and_traffic_are_those_of_the_local_tensors() -> None:
-    run_ranks(4, _bytes, timeout=100)
-
-
-def _used_outside(rank: int, world: int) -> None:
+@on_ranks(4, timeout=100)
+def test_a_dtensor_is_gathered_where_it_is_used_and_refused_where_it_cannot_be() -> None:
     """A released DTensor answers for itself."""
     mesh, states = mesh_of(dp=2, tp=2), []
     for row in ("ddp", "zero3"):
@@ -468,10 +433,6 @@ def _used_outside(rank: int, world: int) -> None:
         engine.close()
         assert type(head) is DTensor
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-
-
-def test_a_dtensor_is_gathered_where_it_is_used_and_refused_where_it_cannot_be() -> None:
-    run_ranks(4, _used_outside, timeout=100)
 
 
 # ----------------------------------------------------------------------------------- Transformers
@@ -521,8 +482,7 @@ def _tp_plan(rank: int, world: int, directory: str, dp: int) -> None:
         assert norm == pytest.approx(expected, rel=1e-5), row
         with torch.no_grad():
             loss = float(model(**_tokens(0, 0)).loss)
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
+        states.append(final_state(model, engine))
         assert loss == pytest.approx(float(plain(**_tokens(0, 0)).loss), rel=1e-5), row
         assert difference(states[-1], plain.state_dict()) < 1e-5, row
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
@@ -552,7 +512,8 @@ def test_the_tp_plan_of_transformers_trains_as_one_process_does(
 # --------------------------------------------------------------------------------------- bad inputs
 
 
-def _refusals(rank: int, world: int) -> list[str]:
+@on_ranks(4)
+def test_dtensors_that_do_not_fit_the_mesh_are_refused_in_one_line(rank: int) -> None:
     """Parameters that shard() cannot take, each with what it says of them."""
     mesh = mesh_of(dp=2, tp=2)
     unnamed = init_device_mesh("cpu", (4,))
@@ -576,27 +537,24 @@ def _refusals(rank: int, world: int) -> list[str]:
             zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=over)
         assert model.weight.to_local()[0, 0] == 7 and type(model.bias) is nn.Parameter
         told.append(str(refused.value))
-    return told
+    assert [one.removeprefix("parameter 'weight' is a DTensor ") for one in told] == [
+        "along 'tp', and shard() was given a mesh of ['dp']: pass mesh= with that axis, too",
+        "along 'tp', and shard() was given no mesh: pass mesh= with that axis, too",
+        "along 'dp', a data parallel axis of the mesh given to shard(), which cuts parameters"
+        " along it itself: give it the model before fully_shard() or distribute_tensor()",
+        "on a mesh without names: make it with mesh_dim_names",
+        "placed as P(sum): give shard() parameters that are Shard or Replicate, as"
+        " parallelize_module() makes them",
+        "placed as _S(0, 2): give shard() parameters that are Shard or Replicate, as"
+        " parallelize_module() makes them",
+        f"along 'tp', there over the ranks {[rank % 2, rank % 2 + 2]}, and in the mesh given to"
+        f" shard() over {[rank // 2 * 2, rank // 2 * 2 + 1]}: use one mesh for both",
+    ]
 
 
-def test_dtensors_that_do_not_fit_the_mesh_are_refused_in_one_line() -> None:
-    for rank, told in enumerate(run_ranks(4, _refusals)):
-        assert [one.removeprefix("parameter 'weight' is a DTensor ") for one in told] == [
-            "along 'tp', and shard() was given a mesh of ['dp']: pass mesh= with that axis, too",
-            "along 'tp', and shard() was given no mesh: pass mesh= with that axis, too",
-            "along 'dp', a data parallel axis of the mesh given to shard(), which cuts parameters"
-            " along it itself: give it the model before fully_shard() or distribute_tensor()",
-            "on a mesh without names: make it with mesh_dim_names",
-            "placed as P(sum): give shard() parameters that are Shard or Replicate, as"
-            " parallelize_module() makes them",
-            "placed as _S(0, 2): give shard() parameters that are Shard or Replicate, as"
-            " parallelize_module() makes them",
-            f"along 'tp', there over the ranks {[rank % 2, rank % 2 + 2]}, and in the mesh given to"
-            f" shard() over {[rank // 2 * 2, rank // 2 * 2 + 1]}: use one mesh for both",
-        ]
-
-
-def _too_late(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@on_ranks(4)
+def test_tensor_parallelism_after_shard_is_refused_and_changes_nothing(row: str) -> None:
     """Tensor parallelism after shard() changes nothing, and training goes on."""
     mesh, case = mesh_of(dp=2, tp=2), CASES["llama"]
     model = case.model()
@@ -610,8 +568,3 @@ def _too_late(rank: int, world: int, row: str) -> None:
     assert engine.optimizer is not None
     engine.optimizer.step()
     assert [type(parameter) for parameter in model.parameters()] == kinds
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_tensor_parallelism_after_shard_is_refused_and_changes_nothing(row: str) -> None:
-    run_ranks(4, _too_late, row)

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     Block,
@@ -24,6 +24,7 @@ from tests.support.training import (
     Recomputed,
     batch,
     make_model,
+    take_steps,
     train,
     two_groups,
 )
@@ -211,7 +212,8 @@ def test_what_is_missing_unexpected_or_of_another_shape_is_said_in_nn_linears_na
     ).missing_keys == ["tile_1_0.weight"]
 
 
-def _sharded_names(rank: int, world: int, directory: str) -> None:
+@on_ranks(2)
+def test_names_of_a_sharded_model(rank: int, tmp_path: Path) -> None:
     """full_state_dict(), save() and load() use the tiles' names; state_dict() inside gathered(),
     and load_state_dict(), nn.Linear's.
     """
@@ -235,27 +237,21 @@ def _sharded_names(rank: int, world: int, directory: str) -> None:
         torch.equal(v, other.state_dict()[k])
         for k, v in join_tiles(engine.full_state_dict(rank0_only=False)).items()
     )
-    model(*batch(rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    zs.save(directory, engine, step=1)
+    take_steps(rank, 1, model, optimizer)
+    zs.save(tmp_path, engine, step=1)
     saved = engine.full_state_dict(rank0_only=False)
     model.load_state_dict(plain.state_dict())
-    zs.load(directory, engine)
+    zs.load(tmp_path, engine)
     assert all(
         torch.equal(v, saved[k]) for k, v in engine.full_state_dict(rank0_only=False).items()
     )
     untiled = make_model()
     other_engine = zs.shard(untiled, two_groups(untiled), stage=3)
     with pytest.raises((CheckpointError, zs.PlanMismatch), match=r"blocks.0.up"):
-        zs.load(directory, other_engine)
+        zs.load(tmp_path, other_engine)
     other_engine.close()
     engine.close()
     assert list(model.state_dict()) == list(plain.state_dict())
-
-
-def test_names_of_a_sharded_model(tmp_path: Path) -> None:
-    run_ranks(2, _sharded_names, str(tmp_path))
 
 
 def test_pretrained_weights_are_loaded_before_tiling(tmp_path: Path) -> None:
@@ -565,8 +561,12 @@ def _recomputed() -> Net:
     return model
 
 
-def _trained(rank: int, world: int, recomputed: bool) -> dict[str, list[str]]:
-    """Return what differs from torch's DDP of the same tiled model, whose state_dict is joined."""
+@pytest.mark.parametrize(
+    "recomputed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "recomputed"]
+)
+@on_ranks(2)
+def test_a_tiled_model_trains_to_the_same_bits_in_every_row(rank: int, recomputed: bool) -> None:
+    """Compare with torch's DDP of the same tiled model, whose state_dict is joined."""
     model = _recomputed if recomputed else _tiled
     reference = train(rank, "torch-ddp", 3, model=model)
     runs = {
@@ -580,24 +580,14 @@ def _trained(rank: int, world: int, recomputed: bool) -> dict[str, list[str]]:
         plain = train(rank, "torch-ddp", 3, model=make_model)
         for name, value in plain.state.items():
             torch.testing.assert_close(reference.state[name], value, rtol=1e-4, atol=1e-4)
-    return {kind: run.differs_from(reference) for kind, run in runs.items()}
+    differences = {kind: run.differs_from(reference) for kind, run in runs.items()}
+    assert not any(differences.values()), differences
 
 
-@pytest.mark.parametrize(
-    "recomputed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "recomputed"]
-)
-def test_a_tiled_model_trains_to_the_same_bits_in_every_row(recomputed: bool) -> None:
-    for differences in run_ranks(2, _trained, recomputed):
-        assert not any(differences.values()), differences
-
-
-def _in_bf16(rank: int, world: int) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_a_tiled_model_trains_in_bf16(rank: int) -> None:
     plain, tiled = (
         train(rank, "zero3", 4, model=model, precision="bf16") for model in (make_model, _tiled)
     )
-    return plain.losses, tiled.losses
-
-
-def test_a_tiled_model_trains_in_bf16() -> None:
-    for plain, tiled in run_ranks(2, _in_bf16):
-        assert tiled == pytest.approx(plain, rel=2e-2)
+    plain, tiled = plain.losses, tiled.losses
+    assert tiled == pytest.approx(plain, rel=2e-2)

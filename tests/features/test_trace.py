@@ -16,7 +16,7 @@ import torch
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import batch, make_model, take_steps
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import row as policy_row
@@ -191,9 +191,7 @@ def test_tiers_and_the_step_on_the_host_have_lanes_of_their_own(
     assert moved["tier write"] == STEPS * (weights + states)
 
 
-def test_a_trace_changes_no_bit_and_leaves_nothing_behind(
-    trained: tuple[Path, list[Any]],
-) -> None:
+def test_a_trace_changes_no_bit_and_leaves_nothing_behind(trained: tuple[Path, list[Any]]) -> None:
     directory, told = trained
     for rank in range(2):
         for plain, traced in told[rank][1::2]:
@@ -206,8 +204,9 @@ def test_a_trace_changes_no_bit_and_leaves_nothing_behind(
         assert files == ["rank-00000.json", "rank-00001.json"]
 
 
-def _on_nodes(rank: int, world: int, directory: str) -> list[dict[str, int]]:
-    """Trace a step on two nodes of two ranks for each of `NODES`; return the traffic of each."""
+@on_ranks(4, timeout=100)
+def test_bytes_are_the_traffic_on_several_nodes_and_in_codecs(rank: int, tmp_path: Path) -> None:
+    """Trace a step on two nodes of two ranks for each of `NODES`; look at the traffic of each."""
     out = []
     for number, (row, codecs) in enumerate(NODES):
         model = make_model()
@@ -217,23 +216,18 @@ def _on_nodes(rank: int, world: int, directory: str) -> list[dict[str, int]]:
         take_steps(rank, 1, model, optimizer)
         inside.wait_published(engine)
         engine.reset_traffic()
-        with engine.trace(Path(directory) / str(number)):
+        with engine.trace(Path(tmp_path) / str(number)):
             take_steps(rank, 1, model, optimizer)
         inside.wait_published(engine)
         out.append(engine.traffic().bytes)
         engine.close()
-    return out
-
-
-def test_bytes_are_the_traffic_on_several_nodes_and_in_codecs(tmp_path: Path) -> None:
-    for rank, told in enumerate(run_ranks(4, _on_nodes, str(tmp_path), timeout=100)):
-        for number, counted in enumerate(told):
-            moved: Counter[str] = Counter()
-            for event in _events(tmp_path, number, rank):
-                if event.lane in ("gather", "reduce"):
-                    moved[event.name] += int(event.num_bytes)
-            counted.pop("exchange", None)
-            assert moved == counted, (NODES[number], rank)
+    for number, counted in enumerate(out):
+        moved: Counter[str] = Counter()
+        for event in _events(tmp_path, number, rank):
+            if event.lane in ("gather", "reduce"):
+                moved[event.name] += int(event.num_bytes)
+        counted.pop("exchange", None)
+        assert moved == counted, (NODES[number], rank)
 
 
 def _alone() -> tuple[zs.Engine, torch.nn.Module, torch.optim.Optimizer]:

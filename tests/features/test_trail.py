@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.features.test_leaves import Run, Training
-from tests.support.harness import RankError, run_ranks
+from tests.support.harness import RankError, on_ranks, run_ranks
 from tests.support.trail_faults import AT, FAULTS, write
 from zeroshard.launch.cli import main
 
@@ -111,26 +111,23 @@ class _Block(torch.nn.Module):
         return self.unit(hidden).tanh()
 
 
-def _recomputing(rank: int, world: int, path: Path) -> list[dict[str, Any]]:
-    """Return what a step with and without recomputed blocks has hashed."""
+@on_ranks(1)
+def test_the_output_of_a_recomputed_unit_counts_once(rank: int, tmp_path: Path) -> None:
+    """Look at what a step with and without recomputed blocks has hashed."""
     out = []
     for recomputes in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(_Block(recomputes) for _ in range(3)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = zs.shard(model, optimizer, stage=3, leaves=2, units=[torch.nn.Linear])
-        with engine.trail(path / str(recomputes), every=1):
+        with engine.trail(tmp_path / str(recomputes), every=1):
             for _ in engine.leaves(0):
                 engine.backward(model(torch.randn(2, 8)).square().mean())
             optimizer.step()
         engine.close()
-        *_, line = (path / str(recomputes) / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+        *_, line = (tmp_path / str(recomputes) / f"rank-{rank:05d}.jsonl").read_text().splitlines()
         out.append(json.loads(line)["hashes"])
-    return out
-
-
-def test_the_output_of_a_recomputed_unit_counts_once(tmp_path: Path) -> None:
-    plain, recomputed = run_ranks(1, _recomputing, tmp_path)[0]
+    plain, recomputed = out
     for phase in ("forward 0", "forward 1"):
         assert recomputed[phase] == plain[phase] and len(plain[phase]) == 3
 
@@ -166,9 +163,7 @@ def _in_part(rank: int, world: int, stage: int, path: Path) -> list[str]:
     return list(record["hashes"]["leaf 0"])
 
 
-def test_a_unit_that_is_used_in_part_has_a_gradient_in_every_row_or_in_none(
-    tmp_path: Path,
-) -> None:
+def test_a_unit_that_is_used_in_part_has_a_gradient_in_every_row_or_in_none(tmp_path: Path) -> None:
     found = [run_ranks(1, _in_part, stage, tmp_path / str(stage))[0] for stage in (1, 2)]
     assert found[0] == found[1] and found[0], found
 

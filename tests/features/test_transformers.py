@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.support.harness import ROOT, run_ranks, spawn_ranks
+from tests.support.harness import ROOT, on_ranks, spawn_ranks
 
 pytest.importorskip("transformers")
 
@@ -287,7 +287,8 @@ def test_a_schedule_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) ->
     assert "scheduler.type='WarmupLR' of the configuration is not used" in caplog.text
 
 
-def _rescaled(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weights_that_evaluation_rescales_are_written_back() -> None:
     from transformers import RwkvConfig, RwkvForCausalLM
 
     sizes: dict[str, Any] = {
@@ -341,10 +342,6 @@ def _rescaled(rank: int, world: int) -> None:
         assert sharded == losses and all(
             torch.equal(found[name], value) for name, value in state.items()
         ), stage
-
-
-def test_weights_that_evaluation_rescales_are_written_back() -> None:
-    run_ranks(2, _rescaled)
 
 
 # ------------------------------------------------------------------------------------------ leaves

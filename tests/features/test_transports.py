@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.inside import patient_pools
 from tests.support.transport_cases import CASES, fill
 from tests.support.transports import CPU, SPECS, Spec, opened
@@ -21,7 +21,12 @@ def test_every_transport_keeps_the_contract(case: Callable[..., None], spec: Spe
     run_ranks(spec.world_size, case, spec, timeout=30)
 
 
-def _two_sums_under_way(rank: int, world: int, spec: Spec) -> None:
+@on_ranks(2, timeout=30)
+def test_sums_of_two_units_are_on_their_way_between_nodes_of_one_rank(
+    rank: int, world: int
+) -> None:
+    """They travel in fp32, and their buckets are half as large."""
+    spec = Spec("two_level2_columns", 2, "gloo", node_size=1, two_level=True)
     numel, dtype = 256 << 10, torch.bfloat16
     ranges = spec.cut(*[numel // world] * world)
     both = 2 * numel * dtype.itemsize  # as of an engine whose largest unit has `numel` elements
@@ -43,14 +48,12 @@ def _two_sums_under_way(rank: int, world: int, spec: Spec) -> None:
             work.wait()
 
 
-def test_sums_of_two_units_are_on_their_way_between_nodes_of_one_rank() -> None:
-    """They travel in fp32, and their buckets are half as large."""
-    spec = Spec("two_level2_columns", 2, "gloo", node_size=1, two_level=True)
-    run_ranks(2, _two_sums_under_way, spec, timeout=30)
-
-
-def _refused_dtype(rank: int, world: int, spec: Spec) -> str:
-    """Sum integers of 16 bits, which the backend refuses; return how that is told."""
+@on_ranks(2, timeout=30)
+def test_what_a_backend_refuses_is_raised_as_it_is_with_the_unit(rank: int, world: int) -> None:
+    """No peer is said to have ended. Sum integers of 16 bits, which the backend refuses; see how
+    that is told.
+    """
+    spec = Spec("native2", 2, "nccl")
     ranges = spec.cut(*[64] * world)
     with opened(spec, rank) as transport:
         buffer = fill(transport, "a", 0, 64 * world, torch.int16)
@@ -58,19 +61,16 @@ def _refused_dtype(rank: int, world: int, spec: Spec) -> str:
         with pytest.raises(RuntimeError, match="Invalid scalar type") as raised:
             transport.reduce(request, buffer, out, accumulate=False).wait()
     assert type(raised.value) is RuntimeError
-    return "".join(raised.value.__notes__)
+    found = "".join(raised.value.__notes__)
+    assert found == "in the reduce of layer.7"
 
 
-def test_what_a_backend_refuses_is_raised_as_it_is_with_the_unit() -> None:
-    """No peer is said to have ended."""
-    spec = Spec("native2", 2, "nccl")
-    assert run_ranks(2, _refused_dtype, spec, timeout=30) == ["in the reduce of layer.7"] * 2
-
-
-def _sums_go_on(rank: int, world: int, spec: Spec) -> bool:
-    """Begin a gather of mapped memory again and again while a sum is under way; return whether it
-    has ended so, without a wait.
+@on_ranks(2, timeout=150)
+def test_sums_go_on_where_a_gather_of_mapped_memory_begins(rank: int, world: int) -> None:
+    """A peer may need the buffer that it waits for. Begin a gather of mapped memory again and again
+    while a sum is under way; see whether it has ended so, without a wait.
     """
+    spec = next(one for one in SPECS if one.label == "shm2")
     ranges, out = spec.cut(*[64] * world), torch.empty(64)
     with opened(spec, rank) as transport:
         window = transport.window("w", ranges, torch.float32, CPU, replicated=False)
@@ -91,10 +91,4 @@ def _sums_go_on(rank: int, world: int, spec: Spec) -> bool:
         ended: bool = work._pending.done  # type: ignore[attr-defined]
         work.wait()
         transport.control.exchange(b"")
-    return ended
-
-
-def test_sums_go_on_where_a_gather_of_mapped_memory_begins() -> None:
-    """A peer may need the buffer that it waits for."""
-    spec = next(one for one in SPECS if one.label == "shm2")
-    assert run_ranks(2, _sums_go_on, spec, timeout=150) == [True, True]
+    assert ended

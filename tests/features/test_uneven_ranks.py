@@ -19,12 +19,13 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.cases import Backward, ByHand, Case, seeded, simple, train_case
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
     Run,
     batch,
+    final_state,
     has_parameters,
     make_sharded,
     take_steps,
@@ -162,8 +163,12 @@ def _gathers_alike(case: dict[str, str]) -> bool:
     return alike or case["transport"] != "gloo"
 
 
-def _compare(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Train each of `cases`; return what differs from data parallel training by hand."""
+@by_pairs(FACTORS, _gathers_alike, slow_by="name")
+@on_ranks(2, timeout=300)
+def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(
+    rank: int, cases: list[dict[str, str]]
+) -> None:
+    """Train each of `cases`; compare with data parallel training by hand."""
 
     def along(name: str) -> Case:
         return Case(seeded(Route), _runs(ROUTES[name]), ddp=None)
@@ -178,16 +183,8 @@ def _compare(rank: int, world: int, cases: list[dict[str, str]]) -> dict[str, li
         comm = zs.Comm.model_validate({"transport": transport})
         run = train_case(rank, row, along(name), STEPS, units=CUTS[cut], comm=comm)
         out[", ".join(case.values())] = run.differs_from(reference(name))
-    return out
-
-
-@by_pairs(FACTORS, _gathers_alike, slow_by="name")
-def test_a_unit_that_runs_unevenly_trains_to_the_bits_of_data_parallel_training(
-    cases: list[dict[str, str]],
-) -> None:
-    for differences in run_ranks(2, _compare, cases, timeout=300):
-        assert len(differences) == len(cases)
-        assert not any(differences.values()), differences
+    assert len(out) == len(cases)
+    assert not any(out.values()), out
 
 
 class Scaled(nn.Module):
@@ -230,10 +227,12 @@ BACK_TO_BACK: dict[str, Sequence[Any]] = {
 }
 
 
-def _back_to_back(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Train with every module its own unit; return what differs from data parallel training by
-    hand.
-    """
+@by_pairs(BACK_TO_BACK, slow_by="reentrant")
+@on_ranks(2, timeout=200)
+def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(
+    rank: int, cases: list[dict[str, Any]]
+) -> None:
+    """Train with every module its own unit; compare with data parallel training by hand."""
 
     def blocks(reentrant: bool) -> Case:
         return Case(seeded(BackToBack, reentrant), simple, ddp=None)
@@ -245,21 +244,14 @@ def _back_to_back(rank: int, world: int, cases: list[dict[str, Any]]) -> list[li
         comm = zs.Comm(transport=transport)
         run = train_case(rank, row, blocks(reentrant), STEPS, units=has_parameters, comm=comm)
         out.append(run.differs_from(references[reentrant]))
-    return out
+    found = zip(cases, out, strict=True)
+    assert not any(out), [each for each in found if each[1]]
 
 
-@by_pairs(BACK_TO_BACK, slow_by="reentrant")
-def test_a_block_that_runs_on_its_own_output_has_its_weights_in_every_backward(
-    cases: list[dict[str, Any]],
-) -> None:
-    for differing in run_ranks(2, _back_to_back, cases, timeout=200):
-        found = zip(cases, differing, strict=True)
-        assert not any(differing), [each for each in found if each[1]]
-
-
-def _held_back(rank: int, world: int) -> dict[str, list[str]]:
-    """Take all backwards inside no_sync, along different routes; return what differs from data
-    parallel training by hand.
+@on_ranks(2, timeout=60)
+def test_gradients_of_different_units_wait_inside_no_sync_for_the_step(rank: int) -> None:
+    """Take all backwards inside no_sync, along different routes; compare with data parallel
+    training by hand.
     """
     routes = ([_plain("0a"), _plain("1b", "0b"), []], [_plain("2a", "2b"), [], _plain("1a")])[rank]
     out, states = {}, {}
@@ -286,17 +278,14 @@ def _held_back(rank: int, world: int) -> dict[str, list[str]]:
         ]
         if engine is not None:
             engine.close()
-    return out
+    assert not any(out.values()), out
 
 
-def test_gradients_of_different_units_wait_inside_no_sync_for_the_step() -> None:
-    for differences in run_ranks(2, _held_back, timeout=60):
-        assert not any(differences.values()), differences
-
-
-def _looked_at(rank: int, world: int, row: str) -> list[str]:
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@on_ranks(2, timeout=60)
+def test_a_look_at_gradients_between_micro_batches_changes_no_bit(rank: int, row: str) -> None:
     """Accumulate inside no_sync, with and without a look at gradients by torch.autograd.grad in
-    between; return what differs.
+    between; compare.
     """
     states = []
     for looks in (False, True):
@@ -315,19 +304,15 @@ def _looked_at(rank: int, world: int, row: str) -> list[str]:
             model(*batch(rank, 3 * step + 2), _plain("0a", "2b")).backward()
             optimizer.step()
             optimizer.zero_grad()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
-    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+        states.append(final_state(model, engine))
+    found = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    assert found == []
 
 
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_a_look_at_gradients_between_micro_batches_changes_no_bit(row: str) -> None:
-    assert run_ranks(2, _looked_at, row, timeout=60) == [[], []]
-
-
-def _late(rank: int, world: int) -> dict[str, float]:
+@on_ranks(2, timeout=60)
+def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them(rank: int) -> None:
     """Recompute a unit several times, and differently often per rank, in a way that cannot be
-    foreseen; return the largest errors.
+    foreseen; look at the largest errors.
     """
     routes = (
         [_checkpointed("foreign", "0a", "1a", "0a", "0a")],
@@ -343,12 +328,7 @@ def _late(rank: int, world: int) -> dict[str, float]:
         out[row] = max(
             float((value - reference.state[name]).abs().max()) for name, value in run.state.items()
         )
-    return out
-
-
-def test_gradients_that_come_late_are_in_the_step_whichever_rank_has_them() -> None:
-    for errors in run_ranks(2, _late, timeout=60):
-        assert max(errors.values()) < 1e-6, errors
+    assert max(out.values()) < 1e-6, out
 
 
 def _verified(rank: int, world: int, row: str) -> str:
@@ -392,9 +372,10 @@ class Recomputed(nn.Module):
         return loss + 0.1 * (self.norm.weight.square().sum() + self.norm.bias.square().sum())
 
 
-def _in_parts(rank: int, world: int) -> dict[str, Any]:
-    """Return the units reduced in a backward whose nested backward adds to gradients that are
-    here already.
+@on_ranks(2, timeout=60)
+def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it(rank: int) -> None:
+    """Look at the units reduced in a backward whose nested backward adds to gradients that are here
+    already.
     """
     model = seeded(Recomputed)()
     optimizer = two_groups(model)
@@ -407,12 +388,8 @@ def _in_parts(rank: int, world: int) -> dict[str, Any]:
 
     with inside.traced(engine, note):
         model(*batch(rank, 0)).backward()
-    return {"reduced": reduced, "left": inside.has_local_gradient(engine, "norm")}
-
-
-def test_a_unit_that_gets_more_in_a_nested_backward_is_reduced_after_it() -> None:
-    for found in run_ranks(2, _in_parts, timeout=60):
-        assert sorted(found["reduced"]) == ["embed", "head", "norm"] and not found["left"], found
+    found = {"reduced": reduced, "left": inside.has_local_gradient(engine, "norm")}
+    assert sorted(found["reduced"]) == ["embed", "head", "norm"] and not found["left"], found
 
 
 class Either(nn.Module):
@@ -431,9 +408,13 @@ class Either(nn.Module):
         return x.square().mean()
 
 
-def _apart(rank: int, world: int, row: str) -> list[str]:
-    """Run three layers on one rank and the three others on the other, over sockets; return what
-    differs from their halved gradients.
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+@on_ranks(2, timeout=60)
+def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(
+    rank: int, world: int, row: str
+) -> None:
+    """Run three layers on one rank and the three others on the other, over sockets; compare with
+    their halved gradients.
     """
     model, expected = Either(), Either()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -449,16 +430,11 @@ def _apart(rank: int, world: int, row: str) -> list[str]:
     for each in range(world):
         expected(batches[each], routes[each]).backward()
     torch.optim.SGD(expected.parameters(), lr=0.25).step()
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
-    return [
+    state = final_state(model, engine)
+    found = [
         name for name, value in expected.state_dict().items() if not torch.equal(value, state[name])
     ]
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
-def test_ranks_that_share_no_unit_do_not_wait_for_each_other_over_sockets(row: str) -> None:
-    assert run_ranks(2, _apart, row, timeout=60) == [[], []]
+    assert found == []
 
 
 def _cleared_on_one_rank(rank: int, world: int, row: str) -> float:
@@ -555,9 +531,13 @@ HALVED: dict[str, Sequence[Any]] = {
 }
 
 
-def _compare_halves(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Train `cases` where collectives meet in the order in which they begin; return what differs
-    from data parallel training by hand.
+@by_pairs(HALVED, slow_by="how")
+@on_ranks(2, timeout=300)
+def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order(
+    rank: int, cases: list[dict[str, Any]]
+) -> None:
+    """Train `cases` where collectives meet in the order in which they begin; compare with data
+    parallel training by hand.
     """
 
     def halves(how: str, frozen: bool) -> Case:
@@ -579,21 +559,16 @@ def _compare_halves(rank: int, world: int, cases: list[dict[str, Any]]) -> list[
         comm = zs.Comm(transport="nccl", node_size=1 if row in MESH_ROWS else None)
         run = train_case(rank, row, halves(how, frozen), 3, units=[Halves], comm=comm)
         out.append(run.differs_from(reference(how, frozen)))
-    return out
+    found = zip(cases, out, strict=True)
+    assert not any(out), [each for each in found if each[1]]
 
 
-@by_pairs(HALVED, slow_by="how")
-def test_ranks_may_use_other_parameters_of_a_unit_where_collectives_meet_in_order(
-    cases: list[dict[str, Any]],
+@on_ranks(2, timeout=60)
+def test_ranks_may_use_other_parameters_of_a_unit_inside_no_sync_where_they_meet_in_order(
+    rank: int, world: int
 ) -> None:
-    for differing in run_ranks(2, _compare_halves, cases, timeout=300):
-        found = zip(cases, differing, strict=True)
-        assert not any(differing), [each for each in found if each[1]]
-
-
-def _held_halves(rank: int, world: int) -> dict[str, list[str]]:
-    """Take two backwards in each step, the first inside no_sync, each along the other rank's
-    route of the one before; return what differs from data parallel training by hand.
+    """Take two backwards in each step, the first inside no_sync, each along the other rank's route
+    of the one before; compare with data parallel training by hand.
     """
     out, comm = {}, zs.Comm(transport="nccl")
     for how in ("none", "repeated", "foreign", "mixed"):
@@ -626,23 +601,18 @@ def _held_halves(rank: int, world: int) -> dict[str, list[str]]:
                 second.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            state = engine.full_state_dict(rank0_only=False)
-            engine.close()
+            state = final_state(model, engine)
             other = expected[row in ("ddp", "zero1")]
             out[f"{how}, {row}"] = [
                 name for name, value in state.items() if not torch.equal(value, other[name])
             ]
-    return out
+    assert not any(out.values()), out
 
 
-def test_ranks_may_use_other_parameters_of_a_unit_inside_no_sync_where_they_meet_in_order() -> None:
-    for found in run_ranks(2, _held_halves, timeout=60):
-        assert not any(found.values()), found
-
-
-def _halves_on_the_host(rank: int, world: int) -> dict[str, list[str]]:
-    """Train with states on the host where collectives meet in order; return what differs from
-    data parallel training by hand.
+@on_ranks(2, timeout=60)
+def test_ranks_may_use_other_parameters_of_a_unit_that_rests_on_the_host(rank: int) -> None:
+    """Train with states on the host where collectives meet in order; compare with data parallel
+    training by hand.
     """
     out, comm = {}, zs.Comm(transport="nccl")
     tiers = {
@@ -656,9 +626,4 @@ def _halves_on_the_host(rank: int, world: int) -> dict[str, list[str]]:
         for row, offload in tiers.items():
             run = train_case(rank, row, case, 2, units=[Halves], comm=comm, offload=offload)
             out[f"{how}, {row}"] = run.differs_from(reference)
-    return out
-
-
-def test_ranks_may_use_other_parameters_of_a_unit_that_rests_on_the_host() -> None:
-    for found in run_ranks(2, _halves_on_the_host, timeout=60):
-        assert not any(found.values()), found
+    assert not any(out.values()), out

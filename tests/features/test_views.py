@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from benchmarks.fake_world import fake_world
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.training import ROWS, TRANSPORTS, train_row
 from zeroshard import StateError
 
@@ -232,7 +232,18 @@ def _compare(
 CUTS = (None, ["part", Block], [Block, nn.Linear], [""])
 
 
-def _given(rank: int, world: int, transport: str, mode: str) -> None:
+@pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.slow] * (index % 2))
+        for index, mode in enumerate(MODES)
+    ],
+)
+@on_ranks(2)
+def test_what_lies_in_the_weights_may_leave_its_module(
+    rank: int, mode: str, transport: str
+) -> None:
     for what, (give, take) in GIVES.items():
         try:
             _compare(
@@ -243,18 +254,11 @@ def _given(rank: int, world: int, transport: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=[pytest.mark.slow] * (index % 2))
-        for index, mode in enumerate(MODES)
-    ],
-)
-def test_what_lies_in_the_weights_may_leave_its_module(mode: str, transport: str) -> None:
-    run_ranks(2, _given, transport, mode)
-
-
-def _in_every_row(rank: int, world: int, transport: str, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["two forwards", "retained"])
+@on_ranks(2)
+def test_a_view_may_leave_its_module_in_every_row_and_cut(
+    rank: int, mode: str, transport: str
+) -> None:
     """Over sockets cut only the rows that release weights; the others read them where they lie."""
     for row in ROWS:
         cuts = CUTS if row.startswith("zero3") or transport == "shared_memory" else (None,)
@@ -262,12 +266,14 @@ def _in_every_row(rank: int, world: int, transport: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize("mode", ["two forwards", "retained"])
-def test_a_view_may_leave_its_module_in_every_row_and_cut(mode: str, transport: str) -> None:
-    run_ranks(2, _in_every_row, transport, mode)
-
-
-def _aside(rank: int, world: int, transport: str, aside: str) -> None:
+@pytest.mark.parametrize(
+    "aside",
+    ["dict", *(pytest.param(aside, marks=pytest.mark.slow) for aside in ("object", "attribute"))],
+)
+@on_ranks(2)
+def test_a_result_may_leave_its_module_through_what_was_passed_in_or_as_an_attribute(
+    rank: int, aside: str, transport: str
+) -> None:
     for mode in MODES:
         if aside == "attribute" and mode in ("two forwards", "an evaluation in between"):
             continue
@@ -279,17 +285,6 @@ def _aside(rank: int, world: int, transport: str, aside: str) -> None:
             ("zero3", "zero3-keep"),
             (None, [Block, nn.Linear]),
         )
-
-
-@pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-@pytest.mark.parametrize(
-    "aside",
-    ["dict", *(pytest.param(aside, marks=pytest.mark.slow) for aside in ("object", "attribute"))],
-)
-def test_a_result_may_leave_its_module_through_what_was_passed_in_or_as_an_attribute(
-    aside: str, transport: str
-) -> None:
-    run_ranks(2, _aside, transport, aside)
 
 
 class Borrower(nn.Module):
@@ -316,16 +311,13 @@ class Borrower(nn.Module):
         )
 
 
-def _borrowed(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
+@on_ranks(2)
+def test_a_weight_used_outside_its_module_serves_several_forwards_and_backwards(
+    rank: int, transport: str
+) -> None:
     for mode in ("two forwards", "retained", "an evaluation in between"):
         _compare(rank, transport, Borrower, mode, ROWS)
-
-
-@pytest.mark.parametrize("transport", MEMORY_RETURNED_FIRST)
-def test_a_weight_used_outside_its_module_serves_several_forwards_and_backwards(
-    transport: str,
-) -> None:
-    run_ranks(2, _borrowed, transport)
 
 
 HIDDEN: list[torch.Tensor] = []
@@ -355,7 +347,11 @@ class Hider(nn.Module):
         return result
 
 
-def _hidden(rank: int, world: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_result_that_left_unseen_is_named_in_the_step_after_the_first_bad_one(
+    transport: str,
+) -> None:
     torch.manual_seed(0)
     model = Hiding()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -380,13 +376,6 @@ def _hidden(rank: int, world: int, transport: str) -> None:
     HIDDEN.clear()
     optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_result_that_left_unseen_is_named_in_the_step_after_the_first_bad_one(
-    transport: str,
-) -> None:
-    run_ranks(2, _hidden, transport)
 
 
 class Renaming(nn.Module):

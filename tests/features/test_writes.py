@@ -15,7 +15,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.covering import by_pairs
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import State, make_model, take_steps, two_groups
 from zeroshard.deepspeed import held_parameters
 from zeroshard.deepspeed.zero import GatheredParameters
@@ -110,7 +110,12 @@ def _set_one(name: str, weight: torch.Tensor) -> None:
         weight[1, 2] = 3.0
 
 
-def _one_element(rank: int, world: int, stage: int, precision: str) -> list[str]:
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_an_edit_of_one_element_leaves_the_masters_of_all_others(
+    rank: int, stage: int, precision: str
+) -> None:
     wrong = []
     for offload in (zs.Offload(), zs.Offload(optimizer="host")):
         for way in WAYS:
@@ -125,18 +130,15 @@ def _one_element(rank: int, world: int, stage: int, precision: str) -> list[str]
             if master[1, 2] != 3.0:
                 wrong.append(f"{way}, {offload.optimizer}: the edit is not in the master")
             engine.close()
-    return wrong
+    assert wrong == []
 
 
 @pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_edit_of_one_element_leaves_the_masters_of_all_others(
-    stage: int, precision: str
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_block_that_puts_weights_back_gives_their_masters_all_digits_again(
+    rank: int, stage: int, precision: str
 ) -> None:
-    assert run_ranks(2, _one_element, stage, precision) == [[], []]
-
-
-def _there_and_back(rank: int, world: int, stage: int, precision: str) -> list[str]:
     """A climb and a return, as SAM and an average swapped by hand do; with one element that the
     return leaves changed.
     """
@@ -177,18 +179,13 @@ def _there_and_back(rank: int, world: int, stage: int, precision: str) -> list[s
             if (came_back & ~same).any():
                 wrong.append(f"{way}: {key} has digits of two steps ago")
         engine.close()
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_block_that_puts_weights_back_gives_their_masters_all_digits_again(
-    stage: int, precision: str
+@on_ranks(2)
+def test_masters_keep_their_digits_with_averages_set_masters_and_repartitions_between(
+    rank: int,
 ) -> None:
-    assert run_ranks(2, _there_and_back, stage, precision) == [[], []]
-
-
-def _edits_and_others(rank: int, world: int) -> None:
     """Between an edit and the block that puts it back: an average in the weights' place, a master
     that was set, a repartition.
     """
@@ -221,10 +218,6 @@ def _edits_and_others(rank: int, world: int) -> None:
     engine.repartition(stage=1)
     assert torch.equal(zs.ParameterStates(engine, model.head.weight).master(), expected)
     engine.close()
-
-
-def test_masters_keep_their_digits_with_averages_set_masters_and_repartitions_between() -> None:
-    run_ranks(2, _edits_and_others)
 
 
 # ---------------------------------------------------------------- writes outside gathered()
@@ -396,7 +389,12 @@ class _Halves(nn.Module):
         return self.then(torch.tanh(h))
 
 
-def _in_a_forward(rank: int, world: int, stage: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_module_that_writes_to_its_weight_through_data_is_trained_or_told(
+    stage: int, precision: str
+) -> None:
     def train(**options: Any) -> State:
         torch.manual_seed(0)
         model = _Halves()
@@ -425,14 +423,11 @@ def _in_a_forward(rank: int, world: int, stage: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_module_that_writes_to_its_weight_through_data_is_trained_or_told(
-    stage: int, precision: str
+@pytest.mark.parametrize("row", [0, 1])
+@on_ranks(2)
+def test_averages_checkpoints_and_moves_see_what_was_written_before_them(
+    row: int, precision: str, tmp_path: Any
 ) -> None:
-    run_ranks(2, _in_a_forward, stage, precision)
-
-
-def _written_and(rank: int, world: int, row: int, precision: str, path: str) -> None:
     """What others read between a write and the next step is what was written."""
     model, optimizer = _small()
     engine = zs.shard(model, optimizer, stage=row, precision=precision)
@@ -457,9 +452,9 @@ def _written_and(rank: int, world: int, row: int, precision: str, path: str) -> 
     assert bool((shown[3] == 0.5).all())
     assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
     expected = write(0.75)
-    zs.save(path, engine, step=1)
+    zs.save(tmp_path, engine, step=1)
     write(0.125)
-    zs.load(path, engine)
+    zs.load(tmp_path, engine)
     assert torch.equal(zs.ParameterStates(engine, parameter).master(), expected)
     expected = write(1.0)
     engine.offload_states()
@@ -481,15 +476,8 @@ def _written_and(rank: int, world: int, row: int, precision: str, path: str) -> 
     assert torch.equal(parameter.detach(), expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("row", [0, 1])
-def test_averages_checkpoints_and_moves_see_what_was_written_before_them(
-    row: int, precision: str, tmp_path: Any
-) -> None:
-    run_ranks(2, _written_and, row, precision, str(tmp_path))
-
-
-def _late(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_write_to_weights_that_are_a_step_behind_their_masters_is_an_error() -> None:
     model, optimizer = _small()
     offload = zs.Offload(optimizer="host", delayed_update=1)
     engine = zs.shard(model, optimizer, stage=1, precision="bf16", offload=offload)
@@ -503,10 +491,6 @@ def _late(rank: int, world: int) -> None:
         optimizer.step()
     engine.reset()
     engine.close()
-
-
-def test_a_write_to_weights_that_are_a_step_behind_their_masters_is_an_error() -> None:
-    run_ranks(2, _late)
 
 
 # ---------------------------------------------------------------- embeddings that renorm

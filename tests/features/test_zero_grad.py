@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import (
     ROWS,
     batch,
     differences,
     equal,
+    final_state,
     make_model,
     make_sharded,
-    on_rows,
     train,
     two_groups,
 )
@@ -70,12 +70,12 @@ def _discarding(
         optimizer.zero_grad()
         if step == len(HOWS) - 1 and row != "zero1" and not options:
             engine.repartition(policy="zero1")
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    state = final_state(model, engine)
     return losses, state
 
 
-def _all_zeroed(rank: int, world: int) -> None:
+@on_ranks(2, timeout=90)
+def test_every_zero_grad_forgets_the_resting_gradient(rank: int) -> None:
     expected = train(rank, "torch-ddp", 2 * len(HOWS))
     for number, row in enumerate(ROWS):
         discards = _every_discard(number)  # another is the first in each row
@@ -83,10 +83,6 @@ def _all_zeroed(rank: int, world: int) -> None:
         # the first loss that differs tells which gradients were not forgotten
         assert losses == expected.losses, (row, discards)
         assert equal(state, expected.state), (row, discards)
-
-
-def test_every_zero_grad_forgets_the_resting_gradient() -> None:
-    run_ranks(2, _all_zeroed, timeout=90)
 
 
 def _zeroed_beside(rank: int, world: int, cases: list[tuple[str, zs.Comm]]) -> list[str]:
@@ -114,7 +110,9 @@ def test_gradients_that_came_encoded_are_forgotten() -> None:
     assert run_ranks(2, _zeroed_beside, cases, timeout=60) == [[], []]
 
 
-def _one_zeroed(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+@on_ranks(2)
+def test_zeroing_one_modules_gradient_drops_that_one_alone(rank: int, row: str) -> None:
     """Code that drops the gradient of one module (frozen for a while) drops that one alone."""
     model, optimizer, engine = make_sharded(row)
     plain = make_model()
@@ -131,11 +129,12 @@ def _one_zeroed(rank: int, world: int, row: str) -> None:
     engine.close()
 
 
-def test_zeroing_one_modules_gradient_drops_that_one_alone() -> None:
-    on_rows(_one_zeroed)
-
-
-def _zeroed_between(rank: int, world: int, row: str) -> None:
+@pytest.mark.parametrize("row", ("zero1", "zero3", "mics", "hfsdp"))
+@on_ranks(4)
+def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone(rank: int, row: str) -> None:
+    """Also where the sum of a node's ranks waits for the other nodes, whose sums are rounded in
+    another order than DDP's.
+    """
     model, optimizer, engine = make_sharded(row, comm=zs.Comm(node_size=2))
     plain = make_model()
     ours, theirs = DistributedDataParallel(plain), two_groups(plain)
@@ -154,13 +153,6 @@ def _zeroed_between(rank: int, world: int, row: str) -> None:
     for name, value in engine.full_state_dict(rank0_only=False).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=f"{row} {name}")
     engine.close()
-
-
-def test_zeroing_a_part_of_a_unit_inside_no_sync_drops_that_part_alone() -> None:
-    """Also where the sum of a node's ranks waits for the other nodes, whose sums are rounded in
-    another order than DDP's.
-    """
-    on_rows(_zeroed_between, rows=("zero1", "zero3", "mics", "hfsdp"), world=4)
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "one unit", "by hand", "model"])
@@ -219,7 +211,10 @@ class _Two(nn.Module):
         return torch.stack([self.layers[index](hidden) for index in which]).sum()
 
 
-def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
+@on_ranks(2, timeout=30)
+def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well(
+    rank: int,
+) -> None:
     """Drop gradients of a layer that only the other rank has used, and of one that this has."""
     states = []
     for by_hand in (False, True):
@@ -235,14 +230,9 @@ def _cleared_on_the_optimizer(rank: int, world: int) -> list[State]:
             optimizer.zero_grad()
         model(torch.ones(2, 8), (0, 1)).backward()
         optimizer.step()
-        states.append(engine.full_state_dict(rank0_only=False))
-        engine.close()
-    return states
-
-
-def test_what_other_ranks_have_used_is_dropped_on_the_optimizers_side_by_hand_as_well() -> None:
-    for called, by_hand in run_ranks(2, _cleared_on_the_optimizer, timeout=30):
-        assert equal(by_hand, called)
+        states.append(final_state(model, engine))
+    called, by_hand = states
+    assert equal(by_hand, called)
 
 
 class _Skips(nn.Module):

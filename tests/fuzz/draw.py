@@ -30,8 +30,6 @@ from tests.fuzz.program import (
 )
 from zeroshard.core.policy import ROWS
 
-__all__ = ["HELD_BACK", "LATER", "SWITCHES", "draw"]
-
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 TIERS = ("device", "host", "disk")
@@ -498,5 +496,5 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
 # Features that the engine does not get right yet: how a program loses them, by the reason.
 HELD_BACK: dict[str, Callable[[Program], Program]] = {
     # of seed 1904 one run in some hundred had other bits, and one was refused
-    "a rank without a leaf keeps weights that a reentrant checkpoint does not": _plain_shadows,
+    "a rank without a leaf keeps weights that a reentrant checkpoint does not": _plain_shadows
 }

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.program import Layer, Program, experts_apart
 
-__all__ = ["FEATURES", "ROWS_IN_BATCH", "VOCABULARY", "AllRanks", "BadBatchError", "FuzzNet"]
-
 FEATURES = 7  # of an input
 VOCABULARY = 11
 ROWS_IN_BATCH = 4

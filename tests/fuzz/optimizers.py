@@ -9,8 +9,6 @@ from torch import nn
 
 from tests.fuzz.program import Program
 
-__all__ = ["OPTIMIZERS", "make_optimizer"]
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adamw fused": (torch.optim.AdamW, {"fused": True}),

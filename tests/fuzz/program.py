@@ -14,26 +14,6 @@ from typing import Any
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS, row
 
-__all__ = [
-    "CODED_ROWS",
-    "CROSSING",
-    "CUT_OFF",
-    "EVENTS",
-    "INTERRUPTS",
-    "NEUTRAL",
-    "READS",
-    "WRITES",
-    "Layer",
-    "Micro",
-    "Program",
-    "Step",
-    "describe",
-    "experts_apart",
-    "num_leaves",
-    "repair",
-    "tiers_allowed",
-]
-
 # whose weights rest sharded over all ranks, so that a codec takes them
 CODED_ROWS = ("zero3", "hpz")
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")

@@ -34,8 +34,6 @@ from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import Program, experts_apart, num_leaves
 from tests.support.sums import sum_in_order, sum_in_tree
 
-__all__ = ["DECAY", "DTYPES", "ByHand", "ByLeaves", "Change", "Saves", "sum_of"]
-
 DECAY = 0.75  # of the moving average
 T = TypeVar("T")
 Grads = dict[str, torch.Tensor]

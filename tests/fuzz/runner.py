@@ -27,14 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from tests.fuzz.model import (
-    FEATURES,
-    ROWS_IN_BATCH,
-    VOCABULARY,
-    AllRanks,
-    BadBatchError,
-    FuzzNet,
-)
+from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, AllRanks, BadBatchError, FuzzNet
 from tests.fuzz.optimizers import make_optimizer
 from tests.fuzz.program import (
     CUT_OFF,
@@ -56,8 +49,6 @@ from tests.support.training import has_parameters
 from zeroshard.core.policy import ROWS
 from zeroshard.errors import StateError, ZeroshardError
 from zeroshard.launch.cli import main
-
-__all__ = ["Outcome", "command", "run_program"]
 
 STALL_S = 120.0
 SHORT_STALL_S = 1.0  # where a stall may be the right answer

@@ -10,8 +10,6 @@ from dataclasses import replace
 from tests.fuzz.draw import SWITCHES
 from tests.fuzz.program import Layer, Program, repair
 
-__all__ = ["shrink"]
-
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, attempts: int = 200) -> Program:
     """Return the smallest program found that still `fails`, trying at most `attempts`."""

@@ -17,16 +17,6 @@ import torch
 
 from tests.support.programs import Program
 
-__all__ = [
-    "HAS_CUDA",
-    "PRETENDED",
-    "chosen_device",
-    "most_reserved",
-    "order_of",
-    "sized",
-    "slow_unless_cuda",
-]
-
 HAS_CUDA = torch.cuda.is_available()
 PRETENDED = "tests.device.zsim"
 _STEPS, _LAYERS = 3, 2

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["take_rank"]
-
 
 def take_rank(rank: int) -> None:
     """Let this process, which has not used CUDA yet, see the GPU of `rank` alone."""

@@ -21,13 +21,7 @@ import pytest
 import torch
 
 import zeroshard as zs
-from tests.gpu.chosen import (
-    HAS_CUDA,
-    PRETENDED,
-    chosen_device,
-    most_reserved,
-    slow_unless_cuda,
-)
+from tests.gpu.chosen import HAS_CUDA, PRETENDED, chosen_device, most_reserved, slow_unless_cuda
 from tests.support import inside
 from tests.support.harness import run_ranks
 from tests.support.training import Net, batch, take_steps, two_groups

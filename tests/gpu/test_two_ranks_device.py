@@ -25,12 +25,7 @@ def _train(rank: int, world: int, program: Program) -> Run:
 @pytest.mark.parametrize("no_sync", [False, True], ids=["every micro-batch", "no_sync"])
 def test_two_ranks_share_one_device_with_equal_rows(no_sync: bool) -> None:
     program = Program(
-        row="ddp",
-        precision="fp32",
-        steps=STEPS,
-        layers=LAYERS,
-        micro_batches=2,
-        no_sync=no_sync,
+        row="ddp", precision="fp32", steps=STEPS, layers=LAYERS, micro_batches=2, no_sync=no_sync
     )
     reference = run_ranks(2, _train, program, device=RANKS)
     for row in (*SOME_ROWS, *MESH_ROWS):

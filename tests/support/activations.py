@@ -9,8 +9,6 @@ from zeroshard.core.placement import Tier
 from zeroshard.runtime import shelf
 from zeroshard.runtime.shelf import ActivationStore
 
-__all__ = ["using"]
-
 
 @contextmanager
 def using(

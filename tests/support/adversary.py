@@ -26,15 +26,6 @@ from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.streams import AcceleratorStreams, Lane
 from zeroshard.runtime.unit import Unit
 
-__all__ = [
-    "ForgetfulReduction",
-    "Poisoner",
-    "disturbed",
-    "slow_compute",
-    "slow_lanes",
-    "tiles_without_marks",
-]
-
 NAN_BYTE = 0xFF  # a NaN in fp32, bf16 and fp16
 # an allocator hands out the block that came back last, or the one before; CUDA's the smallest of
 # those that are large enough, and of as many bytes there may be several

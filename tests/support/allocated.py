@@ -27,8 +27,6 @@ from zeroshard import memory
 from zeroshard.comm import codec, memfd, select
 from zeroshard.optim import runner
 
-__all__ = ["AllocatedBytes"]
-
 
 class _AtOnce:
     """An executor without threads, of which the profiler sees one only."""

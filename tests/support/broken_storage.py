@@ -17,8 +17,6 @@ import zeroshard.tier.disk as disk_tier
 import zeroshard.tier.stores as host_tier
 import zeroshard.tier.swapdir as swapdir
 
-__all__ = ["Broken", "file_limit", "patched"]
-
 
 class Broken:
     """Lets this process's disk or host memory fail for states whose key contains `key`, while it

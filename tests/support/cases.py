@@ -82,14 +82,7 @@ def train_case(rank: int, kind: str, case: Case, steps: int = STEPS, **options: 
         hand = ByHand(module)
         backward = hand.backward
     else:
-        engine = zs.shard(
-            module,
-            optimizer,
-            policy=kind,
-            strict=True,
-            **case.options,
-            **options,
-        )
+        engine = zs.shard(module, optimizer, policy=kind, strict=True, **case.options, **options)
     seen: list[torch.Tensor] = []
     for step in range(steps):
         seen += case.run(module, backward, rank, step)

@@ -32,8 +32,6 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-__all__ = ["main"]
-
 
 @dataclass
 class ModelArguments:

@@ -31,8 +31,6 @@ from tests.support.pipelines import SINGLE, Layer, mesh_of, piped
 from tests.support.training import VOCABULARY, batch, two_groups
 from zeroshard.nn import checkpoint as put_away
 
-__all__ = ["CASES", "Case", "lists"]
-
 STEPS = 3
 WIDTH = 19
 FACTORS = (4, 1, 6, 2)  # of the blocks: units of different sizes, so that budgets bind
@@ -420,66 +418,54 @@ NODE_ROWS = ("hpz", "mics", "hfsdp")
 GLOO: dict[str, Any] = {"transport": "gloo"}
 SHARED: dict[str, Any] = {"transport": "shared_memory"}
 NODES: dict[str, Any] = {"transport": "gloo", "node_size": 2}
-ALONE: dict[str, Any] = {}
+APART: dict[str, Any] = {**GLOO, "node_size": 1}
 CASES: dict[str, dict[str, Case]] = {}  # by group, which is a file, and name
 
 
 def _add(
-    group: str, case: str, world: int, run: Any, /, *, slow: bool = False, **options: Any
+    group: str,
+    case: str,
+    /,
+    run: Any = _trains,
+    *,
+    world: int = 2,
+    slow: bool = False,
+    **options: Any,
 ) -> None:
+    """Add a case of the row that its name begins with; ranks meet over gloo where `comm` does not
+    say otherwise.
+    """
+    if (row := case.partition(",")[0]) in (*ROWS, *NODE_ROWS):
+        options["row"] = row
+    if run is not _piped:
+        options.setdefault("comm", GLOO if world > 1 else {})
     named = CASES.setdefault(group, {})
     assert case not in named, case
     named[case] = Case(world, run, options, slow)
 
 
+_MET: dict[str, dict[str, Any]] = {
+    "one process": {"world": 1},
+    "gloo": {},
+    "shared memory": {"comm": SHARED},
+}
+_SUMMED_LAST: dict[str, Any] = {"micro_batches": 2, "no_sync": True}
+
 for _row in ROWS:
-    _add("rows", f"{_row}, one process", 1, _trains, row=_row)
-    _add("rows", f"{_row}, gloo", 2, _trains, row=_row, comm=GLOO)
-    _add("rows", f"{_row}, shared memory", 2, _trains, row=_row, comm=SHARED)
+    for _where, _met in _MET.items():
+        _add("rows", f"{_row}, {_where}", **_met)
     for _precision in ("bf16", "fp16") if _row in ("zero1", "zero3") else ():
-        _add(
-            "rows",
-            f"{_row}, gloo, {_precision}",
-            2,
-            _trains,
-            row=_row,
-            comm=GLOO,
-            precision=_precision,
-            clip=0.1,
-        )
+        _add("rows", f"{_row}, gloo, {_precision}", precision=_precision, clip=0.1)
 for _row in NODE_ROWS:
-    _add("nodes", f"{_row}, two nodes of one", 2, _trains, row=_row, comm={**GLOO, "node_size": 1})
+    _add("nodes", f"{_row}, two nodes of one", comm=APART)
 for _row in ("zero1", "zero3", *NODE_ROWS):
     for _name, _two_levels in (("flat", False), ("two levels", True)):
-        _add(
-            "nodes",
-            f"{_row}, two nodes, {_name}",
-            4,
-            _trains,
-            row=_row,
-            comm={**NODES, "hierarchical": _two_levels},
-        )
-    _add(
-        "nodes",
-        f"{_row}, two nodes, no_sync",
-        4,
-        _trains,
-        row=_row,
-        comm=NODES,
-        micro_batches=2,
-        no_sync=True,
-    )
-    _add(
-        "nodes",
-        f"{_row}, two nodes, shared memory",
-        4,
-        _trains,
-        row=_row,
-        comm={**SHARED, "node_size": 2},
-        micro_batches=2,
-        no_sync=True,
-        slow=True,
-    )
+        _comm = {**NODES, "hierarchical": _two_levels}
+        _add("nodes", f"{_row}, two nodes, {_name}", world=4, comm=_comm)
+    _add("nodes", f"{_row}, two nodes, no_sync", world=4, comm=NODES, **_SUMMED_LAST)
+    _comm = {**SHARED, "node_size": 2}
+    _name = f"{_row}, two nodes, shared memory"
+    _add("nodes", _name, world=4, comm=_comm, slow=True, **_SUMMED_LAST)
 
 _TIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights on host": ("zero3", {"weight": "host"}),
@@ -497,22 +483,18 @@ _TIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a delayed update": ("zero2", {"grad": "host", "optimizer": "host", "delayed_update": 1}),
 }
 for _name, (_row, _offload) in _TIERS.items():
-    for _where, _world, _comm in (
-        ("one process", 1, ALONE),
-        ("gloo", 2, GLOO),
-        ("shared memory", 2, SHARED),
-    ):
+    _disk = "disk" in _offload.values()
+    _more = _SUMMED_LAST if "grad" in _offload else {}
+    for _where, _met in _MET.items():
         _add(
             "tiers",
             f"{_name}, {_row}, {_where}",
-            _world,
-            _trains,
             row=_row,
-            comm=_comm,
             offload=_offload,
-            disk="disk" in _offload.values(),
-            **({"micro_batches": 2, "no_sync": True} if "grad" in _offload else {}),
-            slow=_where == "shared memory" and "disk" in _offload.values(),
+            disk=_disk,
+            slow=_where == "shared memory" and _disk,
+            **_met,
+            **_more,
         )
 
 for _row in ("zero3", "zero3-keep", "zero2"):
@@ -525,71 +507,35 @@ for _row in ("zero3", "zero3-keep", "zero2"):
         if _row == "zero2" and "weight_codec" in _codecs:
             continue
         for _where, _comm in (("gloo", GLOO), ("shared memory", SHARED)):
-            _add(
-                "codecs",
-                f"{_row}, {_name}, {_where}",
-                2,
-                _trains,
-                row=_row,
-                comm={**_comm, **_codecs},
-            )
-_add(
-    "codecs",
-    "hpz, qwZ and qgZ, two nodes",
-    4,
-    _trains,
-    row="hpz",
-    comm={**NODES, "weight_codec": "int8", "grad_codec": "int8"},
-)
-_add(
-    "codecs",
-    "zero3, qwZ, gathered() between steps",
-    2,
-    _trains,
-    comm={**GLOO, "weight_codec": "int8"},
-    before=_reads,
-)
+            _add("codecs", f"{_row}, {_name}, {_where}", comm={**_comm, **_codecs})
+_comm = {**NODES, "weight_codec": "int8", "grad_codec": "int8"}
+_add("codecs", "hpz, qwZ and qgZ, two nodes", world=4, comm=_comm)
+_comm = {**GLOO, "weight_codec": "int8"}
+_add("codecs", "zero3, qwZ, gathered() between steps", comm=_comm, before=_reads)
 
 for _row in (*ROWS, *NODE_ROWS):
-    _comm = {**GLOO, "node_size": 1} if _row in NODE_ROWS else GLOO
+    _comm = APART if _row in NODE_ROWS else GLOO
     for _name, _no_sync in (("reduced each", False), ("no_sync", True)):
-        _add(
-            "micro_batches",
-            f"{_row}, {_name}",
-            2,
-            _trains,
-            row=_row,
-            comm=_comm,
-            micro_batches=3,
-            no_sync=_no_sync,
-        )
-    _add("accumulate", f"{_row}", 2, _accumulates, row=_row, comm=_comm)
+        _three: dict[str, Any] = {"micro_batches": 3, "no_sync": _no_sync}
+        _add("micro_batches", f"{_row}, {_name}", comm=_comm, **_three)
+    _add("accumulate", f"{_row}", _accumulates, comm=_comm)
 for _row in ("zero2", "zero3"):
     for _budget in (27_000, 40_000, 10**6):
-        _add(
-            "micro_batches",
-            f"{_row}, accumulation_budget {_budget}",
-            2,
-            _trains,
-            row=_row,
-            comm=GLOO,
-            micro_batches=3,
-            no_sync=True,
-            accumulation_budget=_budget,
-        )
-_add("accumulate", "zero3, one process", 1, _accumulates)
-_add("accumulate", "zero3, shared memory", 2, _accumulates, comm=SHARED)
-_add("accumulate", "zero3, weights on host", 2, _accumulates, comm=GLOO, offload={"weight": "host"})
-_add("accumulate", "zero3, no prefetch", 2, _accumulates, comm=GLOO, prefetch_bytes=0)
+        _name = f"{_row}, accumulation_budget {_budget}"
+        _add("micro_batches", _name, accumulation_budget=_budget, **_three)
+_add("accumulate", "zero3, one process", _accumulates, world=1)
+_add("accumulate", "zero3, shared memory", _accumulates, comm=SHARED)
+_add("accumulate", "zero3, weights on host", _accumulates, offload={"weight": "host"})
+_add("accumulate", "zero3, no prefetch", _accumulates, prefetch_bytes=0)
 
 for _row in ("zero1", "zero3", "zero3-keep", "hpz"):
-    _comm = {**GLOO, "node_size": 1} if _row == "hpz" else GLOO
+    _comm = APART if _row == "hpz" else GLOO
     for _name, _around in (
         ("recomputed", _recomputed),
         ("reentrant", _reentrant),
         ("zeroshard.nn.checkpoint", _put_away),
     ):
-        _add("checkpointing", f"{_row}, {_name}", 2, _trains, row=_row, comm=_comm, around=_around)
+        _add("checkpointing", f"{_row}, {_name}", comm=_comm, around=_around)
 
 _ROUTES: dict[str, Sequence[Sequence[int]]] = {
     "a block used twice": ((0, 1, 2, 1, 3),) * 3,
@@ -601,24 +547,11 @@ _ROUTES: dict[str, Sequence[Sequence[int]]] = {
     "one block alone in step 2": ((0, 1, 2, 3), (2,), (0, 1, 2, 3)),
 }
 for _name, _routes in _ROUTES.items():
-    for _row, _bytes in (
-        ("zero2", None),
-        ("zero3", None),
-        ("zero3", 14_000),
-        ("zero3-keep", None),
-    ):
+    for _row, _bytes in (("zero2", None), ("zero3", None), ("zero3", 14_000), ("zero3-keep", None)):
         if _row == "zero2" and "used twice" not in _name and "skipped" not in _name:
             continue
-        _add(
-            "orders",
-            f"{_row}, {_name}" + (f", prefetch_bytes {_bytes}" if _bytes else ""),
-            2,
-            _trains,
-            row=_row,
-            comm=GLOO,
-            prefetch_bytes=_bytes,
-            before=partial(_in_order, _routes),
-        )
+        _case = f"{_row}, {_name}" + (f", prefetch_bytes {_bytes}" if _bytes else "")
+        _add("orders", _case, prefetch_bytes=_bytes, before=partial(_in_order, _routes))
 for _name, _routes in {
     "what is needed last gives way": ((1, 2, 1, 3, 4),) * 3,
     "what is skipped gives way first": ((1, 2, 3, 1, 4), (1, 2, 3, 1, 4), (1, 3, 1, 4)),
@@ -626,9 +559,6 @@ for _name, _routes in {
     _add(
         "orders",
         f"zero3, {_name}",
-        2,
-        _trains,
-        comm=GLOO,
         prefetch_bytes=13_000,
         model=partial(Net, (6, 2, 1, 1, 1, 6)),
         before=partial(_borrows, _routes),
@@ -636,118 +566,55 @@ for _name, _routes in {
 _ORDER = (0, 1, 2, 3, 4, 5)
 for _bytes in (0, 5_000, 20_000, 60_000):
     for _row in ("zero2", "zero3", "zero3-keep"):
-        _add(
-            "budgets",
-            f"{_row}, prefetch_bytes {_bytes}",
-            2,
-            _trains,
-            row=_row,
-            comm=GLOO,
-            prefetch_bytes=_bytes,
-        )
+        _add("budgets", f"{_row}, prefetch_bytes {_bytes}", prefetch_bytes=_bytes)
     _add(
         "budgets",
         f"zero3, six blocks, the reverse in step 3, prefetch_bytes {_bytes}",
-        2,
-        _trains,
-        comm=GLOO,
         prefetch_bytes=_bytes,
         model=partial(Net, (1, 2, 1, 5, 1, 3)),
         before=partial(_in_order, (_ORDER, _ORDER, _ORDER[::-1])),
     )
 for _bytes in (0, 20_000):
-    for _name, _world, _comm in (("one process", 1, ALONE), ("shared memory", 2, SHARED)):
-        _add(
-            "budgets",
-            f"zero3, {_name}, prefetch_bytes {_bytes}",
-            _world,
-            _trains,
-            comm=_comm,
-            prefetch_bytes=_bytes,
-        )
+    for _where in ("one process", "shared memory"):
+        _name = f"zero3, {_where}, prefetch_bytes {_bytes}"
+        _add("budgets", _name, prefetch_bytes=_bytes, **_MET[_where])
 
+_tied = partial(Net, tied=True)
 for _row in ("zero1", "zero3", "zero3-keep"):
-    _add("uses", f"{_row}, tied", 2, _trains, row=_row, comm=GLOO, model=partial(Net, tied=True))
-    _add(
-        "uses",
-        f"{_row}, tied, units apart",
-        2,
-        _trains,
-        row=_row,
-        comm=GLOO,
-        model=partial(Net, tied=True),
-        units=["embed", Block, "head"],
-    )
-    _add(
-        "uses",
-        f"{_row}, a weight used outside its module",
-        2,
-        _trains,
-        row=_row,
-        comm=GLOO,
-        model=Borrower,
-    )
-    _add(
-        "uses",
-        f"{_row}, two forwards, then their backwards",
-        2,
-        _forwards_first,
-        row=_row,
-        comm=GLOO,
-    )
-    _add(
-        "uses",
-        f"{_row}, two forwards, the last backward first",
-        2,
-        _forwards_first,
-        row=_row,
-        comm=GLOO,
-        reverse=True,
-    )
-    _add("uses", f"{_row}, two forwards, one backward, twice", 2, _summed, row=_row, comm=GLOO)
-    _add(
-        "uses",
-        f"{_row}, evaluation between steps",
-        2,
-        _trains,
-        row=_row,
-        comm=GLOO,
-        before=_evaluates,
-    )
-    _add(
-        "uses", f"{_row}, gathered() between steps", 2, _trains, row=_row, comm=GLOO, before=_reads
-    )
-    _add("uses", f"{_row}, written between steps", 2, _trains, row=_row, comm=GLOO, before=_writes)
-    _add("recovery", f"{_row}, an exception in the forward", 2, _stops, row=_row, comm=GLOO)
-    _add(
-        "recovery",
-        f"{_row}, an exception in the backward",
-        2,
-        _stops,
-        row=_row,
-        comm=GLOO,
-        backward=True,
-    )
+    _add("uses", f"{_row}, tied", model=_tied)
+    _add("uses", f"{_row}, tied, units apart", model=_tied, units=["embed", Block, "head"])
+    _add("uses", f"{_row}, a weight used outside its module", model=Borrower)
+    _add("uses", f"{_row}, two forwards, then their backwards", _forwards_first)
+    _name = f"{_row}, two forwards, the last backward first"
+    _add("uses", _name, _forwards_first, reverse=True)
+    _add("uses", f"{_row}, two forwards, one backward, twice", _summed)
+    _add("uses", f"{_row}, evaluation between steps", before=_evaluates)
+    _add("uses", f"{_row}, gathered() between steps", before=_reads)
+    _add("uses", f"{_row}, written between steps", before=_writes)
+    _add("recovery", f"{_row}, an exception in the forward", _stops)
+    _add("recovery", f"{_row}, an exception in the backward", _stops, backward=True)
+_name = "zero3, used outside its module, two forwards, then their backwards"
+_add("uses", _name, _forwards_first, model=Borrower)
 
 for _tier in ("device", "host", "disk"):
-    for _where, _world, _comm in (
-        ("one process", 1, ALONE),
-        ("gloo", 2, GLOO),
-        ("shared memory", 2, SHARED),
-    ):
+    for _where, _met in _MET.items():
         for _bytes in (None, 30_000):
             _add(
                 "inference",
                 f"weights on {_tier}, {_where}, prefetch_bytes {_bytes}",
-                _world,
                 _infers,
-                comm=_comm,
                 offload={"weight": _tier},
                 disk=_tier == "disk",
                 prefetch_bytes=_bytes,
+                **_met,
             )
-_add("inference", "with gradients, gloo", 2, _infers, comm=GLOO, grads=True)
-_add("inference", "encoded at rest, gloo", 2, _infers, comm={**GLOO, "weight_codec": "int8"})
+_add("inference", "with gradients, gloo", _infers, grads=True)
+_add("inference", "encoded at rest, gloo", _infers, comm={**GLOO, "weight_codec": "int8"})
+
+
+def _pipe(case: str, **options: Any) -> None:
+    _add("pipelines", case, _piped, world=4, name=case.partition(",")[0], **options)
+
 
 for _name in ("GPipe", "1F1B", "Interleaved1F1B"):
     for _row in ("zero1", "zero3", "zero3-keep"):
@@ -757,41 +624,17 @@ for _name in ("GPipe", "1F1B", "Interleaved1F1B"):
                 continue
             if _name == "GPipe" and _row == "zero3-keep":
                 continue
-            _add(
-                "pipelines",
+            _pipe(
                 f"{_name}, {_row}, budget {_room}",
-                4,
-                _piped,
-                name=_name,
                 row=_row,
                 budget=_room,
                 slow=_row == "zero3-keep" or _room == "1MiB",
             )
-_add(
-    "pipelines",
-    "LoopedBFS, zero3, budget 6000",
-    4,
-    _piped,
-    name="LoopedBFS",
-    budget=6_000,
-    slow=True,
-)
-_add("pipelines", "ZBVZeroBubble, zero3", 4, _piped, name="ZBVZeroBubble", slow=True)
-_add("pipelines", "1F1B, zero3, each micro-batch reduced", 4, _piped, name="1F1B", no_sync=False)
-_add("pipelines", "1F1B, zero3, recomputed", 4, _piped, name="1F1B", recomputes=True)
-_add(
-    "pipelines", "1F1B, zero3, weights on host", 4, _piped, name="1F1B", offload={"weight": "host"}
-)
-
-
-_add(
-    "uses",
-    "zero3, used outside its module, two forwards, then their backwards",
-    2,
-    _forwards_first,
-    comm=GLOO,
-    model=Borrower,
-)
+_pipe("LoopedBFS, zero3, budget 6000", budget=6_000, slow=True)
+_pipe("ZBVZeroBubble, zero3", slow=True)
+_pipe("1F1B, zero3, each micro-batch reduced", no_sync=False)
+_pipe("1F1B, zero3, recomputed", recomputes=True)
+_pipe("1F1B, zero3, weights on host", offload={"weight": "host"})
 
 
 # ------------------------------------------------------------------------------------------ playing

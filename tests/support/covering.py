@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_pairs", "cases_of", "pairs"]
-
 Case = dict[str, Any]
 
 
@@ -71,9 +69,7 @@ def by_pairs(
         )
     product = [
         pytest.param(
-            cases_of({**factors, slow_by: [value]}, allowed),
-            id=str(value),
-            marks=pytest.mark.slow,
+            cases_of({**factors, slow_by: [value]}, allowed), id=str(value), marks=pytest.mark.slow
         )
         for value in factors[slow_by]
     ]

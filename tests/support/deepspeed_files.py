@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FILES", "NAMES"]
-
 _FP16: dict[str, Any] = {
     "enabled": "auto",
     "loss_scale": 0,
@@ -105,7 +103,7 @@ FILES: dict[str, dict[str, Any]] = {
             "stage3_param_persistence_threshold": 1e5,
             "reduce_bucket_size": 1e7,
             "sub_group_size": 1e9,
-        },
+        }
     },
     "offload": {
         "zero_optimization": {

@@ -28,9 +28,6 @@ import torch.distributed as dist  # noqa: E402
 import zeroshard as zs  # noqa: E402
 from zeroshard.core.digest import digest_of  # noqa: E402
 
-__all__ = ["Death", "Event", "Plan", "events", "losses_from", "make", "resume", "save_every_step",
-           "step_once", "train_leaves"]  # fmt: skip
-
 WIDTH = 24
 
 

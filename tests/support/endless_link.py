@@ -12,8 +12,6 @@ import torch
 from zeroshard.core.work import Work
 from zeroshard.tier.store import Direction
 
-__all__ = ["Endless"]
-
 
 class Endless:
     """A link that never finishes a copy by itself: `wait` makes it, after those before it in its

@@ -15,8 +15,6 @@ from torch.nn import functional
 import zeroshard as zs
 from tests.support.training import VOCABULARY, final_state, two_groups
 
-__all__ = ["InTurn", "Listed", "Mixture", "Stacked", "in_turn", "local_part", "whole_mixture"]
-
 WIDTH, HIDDEN, NUM_EXPERTS, LAYERS = 12, 20, 4, 2
 
 

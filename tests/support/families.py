@@ -14,15 +14,13 @@ both then get the other model as their third argument.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-
-__all__ = ["FAMILIES", "SMALL", "TINY", "Batch", "Family", "Size"]
 
 Batch = dict[str, torch.Tensor]
 NUM_CLASSES = 5
@@ -253,14 +251,27 @@ def critic_loss(critic: nn.Module, batch: Batch, generator: nn.Module) -> torch.
 # ------------------------------------------------------------------------------- Transformers: text
 
 
-def _decoder(size: Size, **changes: Any) -> dict[str, Any]:
-    """What the configurations of Llama and its relatives have in common."""
-    common = {
-        "vocab_size": size.vocabulary,
+def _transformer(name: str, **options: Any) -> Any:
+    import transformers
+
+    model = getattr(transformers, name)
+    return model(model.config_class(**{"attn_implementation": "eager", **options}))
+
+
+def _layers(size: Size) -> dict[str, Any]:
+    return {
         "hidden_size": size.width,
         "intermediate_size": 2 * size.width,
         "num_hidden_layers": size.layers,
         "num_attention_heads": 4,
+    }
+
+
+def _decoder(size: Size) -> dict[str, Any]:
+    """What the configurations of Llama and its relatives have in common."""
+    return {
+        **_layers(size),
+        "vocab_size": size.vocabulary,
         "num_key_value_heads": 2,
         "head_dim": size.head_width,
         "max_position_embeddings": 4 * size.length,
@@ -269,37 +280,27 @@ def _decoder(size: Size, **changes: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "attn_implementation": "eager",
     }
-    return common | changes
 
 
 def llama(size: Size) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_decoder(size)))
+    return _transformer("LlamaForCausalLM", **_decoder(size))
 
 
 def deep_llama(size: Size) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_decoder(size, num_hidden_layers=2 * size.layers)))
+    return llama(replace(size, layers=2 * size.layers))
 
 
 def qwen2(size: Size) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**_decoder(size, tie_word_embeddings=True)))
+    return _transformer("Qwen2ForCausalLM", **_decoder(size), tie_word_embeddings=True)
 
 
 def qwen3(size: Size) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**_decoder(size, tie_word_embeddings=True)))
+    return _transformer("Qwen3ForCausalLM", **_decoder(size), tie_word_embeddings=True)
 
 
 def gpt2(size: Size) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
+    return _transformer(
+        "GPT2LMHeadModel",
         vocab_size=size.vocabulary,
         n_positions=4 * size.length,
         n_embd=size.width,
@@ -310,33 +311,24 @@ def gpt2(size: Size) -> nn.Module:
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=2,
-        attn_implementation="eager",
     )
-    return GPT2LMHeadModel(config)
 
 
 def bert(size: Size) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
+    return _transformer(
+        "BertForSequenceClassification",
+        **_layers(size),
         vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
-        intermediate_size=2 * size.width,
         max_position_embeddings=size.length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         num_labels=NUM_CLASSES,
-        attn_implementation="eager",
     )
-    return BertForSequenceClassification(config)
 
 
 def t5(size: Size) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
+    return _transformer(
+        "T5ForConditionalGeneration",
         vocab_size=size.vocabulary,
         d_model=size.width,
         d_kv=size.head_width,
@@ -346,32 +338,26 @@ def t5(size: Size) -> nn.Module:
         dropout_rate=0.0,
         pad_token_id=0,
         decoder_start_token_id=0,
-        attn_implementation="eager",
     )
-    return T5ForConditionalGeneration(config)
 
 
 def mixtral(size: Size) -> nn.Module:
     """Experts that no token of a rank went to get zeros there, as rows of one parameter; before
     Transformers 5 they got no gradient.
     """
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     experts = {
         "num_local_experts": 16,
         "num_experts_per_tok": 2,
         "intermediate_size": size.width // 2,
         "output_router_logits": True,
+        "experts_implementation": "eager",
     }
-    return MixtralForCausalLM(
-        MixtralConfig(**_decoder(size, **experts, experts_implementation="eager"))
-    )
+    return _transformer("MixtralForCausalLM", **(_decoder(size) | experts))
 
 
 def mamba(size: Size) -> nn.Module:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(
+    return _transformer(
+        "MambaForCausalLM",
         vocab_size=size.vocabulary,
         hidden_size=size.width,
         state_size=4,
@@ -379,7 +365,6 @@ def mamba(size: Size) -> nn.Module:
         pad_token_id=0,
         eos_token_id=2,
     )
-    return MambaForCausalLM(config)
 
 
 # --------------------------------------------------------------------- Transformers: images, speech
@@ -390,73 +375,49 @@ NUM_MELS = 8
 
 
 def _vision(size: Size) -> dict[str, Any]:
-    return {
-        "hidden_size": size.width,
-        "intermediate_size": 2 * size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 4,
-        "image_size": size.side,
-        "patch_size": size.side // 4,
-    }
+    return {**_layers(size), "image_size": size.side, "patch_size": size.side // 4}
 
 
 def vit(size: Size) -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(**_vision(size), num_labels=NUM_CLASSES, attn_implementation="eager")
-    )
+    return _transformer("ViTForImageClassification", **_vision(size), num_labels=NUM_CLASSES)
 
 
 def clip(size: Size) -> nn.Module:
     """Two towers, and a temperature that is a parameter without dimensions."""
-    from transformers import CLIPConfig, CLIPModel
-
     text_config = {
         "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "intermediate_size": 2 * size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 4,
+        **_layers(size),
         "max_position_embeddings": size.length,
         "bos_token_id": 0,
         "eos_token_id": 2,
         "pad_token_id": 1,
     }
-    config = CLIPConfig(
+    return _transformer(
+        "CLIPModel",
         text_config=text_config,
         vision_config=_vision(size),
         projection_dim=size.width // 2,
-        attn_implementation="eager",
     )
-    return CLIPModel(config)
 
 
 def llava(size: Size) -> nn.Module:
     """Reads the last layer but one of its vision tower, so the last one gets no gradient."""
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
+    from transformers import CLIPVisionConfig, LlamaConfig
 
-    config = LlavaConfig(
+    return _transformer(
+        "LlavaForConditionalGeneration",
         vision_config=CLIPVisionConfig(**_vision(size)),
         text_config=LlamaConfig(**_decoder(size)),
         image_token_id=1,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         image_seq_length=NUM_PATCHES,
-        attn_implementation="eager",
     )
-    return LlavaForConditionalGeneration(config)
 
 
 def whisper(size: Size) -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
+    return _transformer(
+        "WhisperForConditionalGeneration",
         vocab_size=size.vocabulary,
         num_mel_bins=NUM_MELS,
         d_model=size.width,
@@ -475,21 +436,15 @@ def whisper(size: Size) -> nn.Module:
         decoder_start_token_id=3,
         suppress_tokens=None,
         begin_suppress_tokens=None,
-        attn_implementation="eager",
     )
-    return WhisperForConditionalGeneration(config)
 
 
 def wav2vec2(size: Size) -> nn.Module:
     """Convolutions on raw sound, and positions by a convolution under weight norm."""
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    config = Wav2Vec2Config(
+    return _transformer(
+        "Wav2Vec2ForCTC",
+        **_layers(size),
         vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=2 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
         conv_dim=(size.width // 2, size.width // 2),
         conv_kernel=(8, 4),
         conv_stride=(4, 4),
@@ -503,9 +458,7 @@ def wav2vec2(size: Size) -> nn.Module:
         layerdrop=0.0,
         mask_time_prob=0.0,
         pad_token_id=0,
-        attn_implementation="eager",
     )
-    return Wav2Vec2ForCTC(config)
 
 
 # --------------------------------------------------------------------------------------------- PEFT

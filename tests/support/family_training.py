@@ -19,20 +19,6 @@ import zeroshard as zs
 from tests.support.families import FAMILIES, TINY, Family, Size
 from tests.support.training import Run
 
-__all__ = [
-    "GENERATIONS",
-    "STAGES",
-    "Contender",
-    "InBf16",
-    "Measured",
-    "apart",
-    "compare",
-    "measure",
-    "measure_generation",
-    "narrowed",
-    "train",
-]
-
 STAGES = (1, 2, 3)
 GENERATIONS = ("plain", "stage 3, gathered()", "stage 3")
 # their running statistics are fp32

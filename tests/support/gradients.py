@@ -17,8 +17,6 @@ from zeroshard.runtime.streams import Streams
 from zeroshard.state.state import DeviceMemory
 from zeroshard.tier.store import Store
 
-__all__ = ["one_accumulator"]
-
 
 def one_accumulator(
     memory: DeviceMemory,

@@ -4,7 +4,8 @@ processes for tests about death.
 :func:`run_ranks` calls one function on every rank of a persistent pool (interpreter, torch and the
 gloo group are paid for once per world size), :func:`spawn_ranks` on processes of their own that may
 be killed. Both find the function by importing its module, so it must stand at the top level of a
-test module. All of them are forked off two processes that have imported torch (zygote.py).
+test module. A test that only does so, and checks what each rank has, is itself that function
+(:func:`on_ranks`). All of them are forked off two processes that have imported torch (zygote.py).
 
 Invariant: a pool that is handed out is in step. Whatever puts that in doubt (a rank that died,
 hung, destroyed its group, or failed and then missed a barrier) ends the pool by process id, and the
@@ -26,6 +27,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -41,21 +43,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tests.support.zygote import Forked, Nursery, Zygote
-
-__all__ = [
-    "PLAIN",
-    "ProcessResult",
-    "RankError",
-    "RankFailure",
-    "close_pools",
-    "die_with_parent",
-    "fork_off",
-    "is_running",
-    "run_ranks",
-    "share_zygotes",
-    "shared_zygotes",
-    "spawn_ranks",
-]
 
 NUM_ZYGOTES = 2  # neighbours differ in the seed of their hashes
 ROOT = Path(__file__).resolve().parents[2]
@@ -379,10 +366,7 @@ class _Worker:
 
 
 def _interpreter(
-    end: Connection,
-    outputs: tuple[BinaryIO, BinaryIO],
-    environment: dict[str, str],
-    *args: object,
+    end: Connection, outputs: tuple[BinaryIO, BinaryIO], environment: dict[str, str], *args: object
 ) -> subprocess.Popen[bytes]:
     """Start a new interpreter for a worker."""
     words = ", ".join(map(repr, (end.fileno(), os.getpid(), *args)))
@@ -673,6 +657,38 @@ def run_ranks(
     if outcome.failures:
         raise RankError(outcome.failures, output)
     return [outcome.results[rank] for rank in range(world_size)]
+
+
+def on_ranks(
+    world_size: int | None = None, *, timeout: float = 60.0, device: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test that runs on every rank of the pool, as :func:`run_ranks` runs a function.
+
+    The test may take ``rank`` and ``world``; its other arguments are pytest's, which travel by
+    pickle. Without `world_size` its argument ``world`` is the number of ranks.
+    """
+    own = ("rank",) if world_size is None else ("rank", "world")
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each(**given: Any) -> None:
+            world = given["world"] if world_size is None else world_size
+            run_ranks(world, _run_test, on_each, given, timeout=timeout, device=device)
+
+        signature = inspect.signature(test)
+        pytests = [value for name, value in signature.parameters.items() if name not in own]
+        on_each.__signature__ = signature.replace(parameters=pytests)  # type: ignore[attr-defined]
+        return on_each
+
+    return decorate
+
+
+def _run_test(rank: int, world: int, test: Any, given: dict[str, Any]) -> None:
+    given = {"rank": rank, "world": world, **given}
+    names = inspect.signature(test.__wrapped__).parameters
+    returned = test.__wrapped__(**{name: given[name] for name in names})
+    if returned is not None:
+        raise TypeError(f"{test.__name__} returns what nobody looks at: {returned!r}")
 
 
 def spawn_ranks(

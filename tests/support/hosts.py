@@ -8,8 +8,6 @@ from pathlib import Path
 
 from zeroshard.comm.cpu import rendezvous
 
-__all__ = ["descendants", "pretended_host"]
-
 
 @contextmanager
 def pretended_host(number: int | None) -> Iterator[None]:

@@ -51,8 +51,6 @@ from zeroshard.state import gradient, norms
 from zeroshard.tier import stores
 from zeroshard.tier.store import Enqueued
 
-__all__ = ["Finding", "LaneSanitizer"]
-
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "randn")
 # operations whose result the host waits for
 _READS = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero")

@@ -14,20 +14,6 @@ from pathlib import Path
 
 from tests.support.harness import ROOT, spawn_ranks
 
-__all__ = [
-    "HELLO",
-    "PATHS",
-    "PROGRAM",
-    "STUBBORN",
-    "STUB_SSH",
-    "WAIT",
-    "Job",
-    "forget_package",
-    "run_script",
-    "stub_ssh",
-    "wait_until",
-]
-
 # PYTHONPATH of interpreters that need no other: the package, and what spares a second of CPU
 PATHS = os.pathsep.join(str(ROOT / name) for name in ("src", "", "tests/support/startup"))
 PROGRAM = str(Path(sys.executable).parent / "zeroshard")
@@ -78,24 +64,12 @@ def _run_path(rank: int, world: int, script: str, words: Sequence[str]) -> None:
 
 
 def run_script(
-    script: Path,
-    *words: str,
-    ranks: int,
-    device: str = "",
-    env: dict[str, str] | None = None,
+    script: Path, *words: str, ranks: int, device: str = "", env: dict[str, str] | None = None
 ) -> str:
     """Run a script on fresh ranks, which the harness forks: a tenth of the time that a launcher and
     its ranks take. Return what rank 0 has printed.
     """
-    found = spawn_ranks(
-        ranks,
-        _run_path,
-        str(script),
-        words,
-        timeout=100,
-        env=env,
-        device=device,
-    )
+    found = spawn_ranks(ranks, _run_path, str(script), words, timeout=100, env=env, device=device)
     assert not any(result.exitcode for result in found), [result.stderr for result in found]
     return found[0].stdout
 

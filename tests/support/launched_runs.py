@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["STEPS", "batch", "ddp_losses", "main", "model", "write"]
-
 STEPS = 3
 
 

@@ -22,8 +22,6 @@ from tests.support.training import two_groups
 from zeroshard.checkpoint.steps import step_path
 from zeroshard.formats.export import export
 
-__all__ = ["Layout", "Run", "begin", "exported"]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -93,13 +91,7 @@ def begin(
                 parameter.zero_()
     optimizer = two_groups(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    engine = zs.shard(
-        model,
-        optimizer,
-        mesh=mesh,
-        policy=layout.row,
-        **dict(layout.options),
-    )
+    engine = zs.shard(model, optimizer, mesh=mesh, policy=layout.row, **dict(layout.options))
     return Run(case, mesh, model, optimizer, schedule, engine)
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tests.support.launched import wait_until
 
-__all__ = ["ADDRESSES", "TwoHosts", "two_hosts", "why_not"]
-
 ADDRESSES = ("10.211.211.1", "10.211.211.2")
 SSHD = "/usr/sbin/sshd"
 SETTINGS = """

@@ -30,8 +30,6 @@ import pytest
 
 from tests.support.harness import ROOT, die_with_parent, fork_off, shared_zygotes
 
-__all__ = ["OtherSession", "is_second"]
-
 _WORDS = "ZEROSHARD_OTHER_SESSION"  # our pid, the second session's end, and its output
 _LAST_BYTES = 8000  # of its output, in a report
 

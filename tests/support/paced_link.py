@@ -14,8 +14,6 @@ import torch
 from zeroshard.core.work import Work
 from zeroshard.tier.store import Direction
 
-__all__ = ["Paced"]
-
 
 class Paced:
     """A pretended link: `bytes_per_s` each way and `latency_s` per copy, kept by workers that

@@ -214,11 +214,7 @@ def piped(
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
     engine = zs.shard(
-        stages if len(stages) > 1 else stages[0],
-        optimizer,
-        policy=row,
-        mesh=mesh,
-        **options,
+        stages if len(stages) > 1 else stages[0], optimizer, policy=row, mesh=mesh, **options
     )
     make = get_schedule_class(name)
     schedule = make(

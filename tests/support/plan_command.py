@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from zeroshard.launch import cli
 
-__all__ = ["run_plan"]
-
 
 def run_plan(*argv: str) -> int:
     """Run ``zeroshard plan``; return its exit code."""

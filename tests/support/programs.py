@@ -27,8 +27,6 @@ import zeroshard as zs
 from tests.support import inside
 from tests.support.training import Net, Run, batch, final_state, take_steps, two_groups
 
-__all__ = ["DTYPES", "PROGRAMS", "Program", "Trained"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 2.0**16  # what the engine begins with
 WIDTH, LAYERS = 64, 4
@@ -196,10 +194,7 @@ PROGRAMS: dict[str, Program] = {
     "gradient codec": replace(_PLAIN, comm={"grad_codec": "int4", "error_feedback": True}),
     "weight codec": replace(_PLAIN, comm={"weight_codec": "int8"}),
     "codecs and no_sync": replace(
-        _PLAIN,
-        micro_batches=2,
-        no_sync=True,
-        comm={"weight_codec": "int8", "grad_codec": "int4"},
+        _PLAIN, micro_batches=2, no_sync=True, comm={"weight_codec": "int8", "grad_codec": "int4"}
     ),
     "a fraction on the host": replace(
         _PLAIN,

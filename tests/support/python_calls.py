@@ -6,8 +6,6 @@ import gc
 import sys
 from collections.abc import Callable
 
-__all__ = ["count_calls"]
-
 
 def count_calls(run: Callable[[], object]) -> int:
     """Return how many functions of Python's `run` calls.

@@ -25,8 +25,6 @@ from ray.train.torch import TorchTrainer
 import zeroshard as zs
 from tests.support.launched_runs import batch, model
 
-__all__ = ["main", "train"]
-
 STEPS, KILLED_AT = 6, 3
 
 

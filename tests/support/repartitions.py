@@ -18,8 +18,6 @@ from zeroshard.checkpoint.manifest import digest
 from zeroshard.checkpoint.shard_files import as_bytes
 from zeroshard.runtime.engine import states_of
 
-__all__ = ["Trained", "loaded", "made", "rests"]
-
 
 @dataclass
 class Trained:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["one_node", "why_not"]
-
 PROGRAMS = ("srun", "sinfo", "slurmctld", "slurmd", "munged")
 CONFIGURATION = """\
 ClusterName=test

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["sum_in_order", "sum_in_tree", "sum_of_micro_batches"]
-
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum, one after another."""

@@ -20,8 +20,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Census", "census"]
-
 REPORTED = "called a synchronizing CUDA operation"
 TORCH = f"{Path(torch.__file__).parent}/"
 BETWEEN = ("/sync_census.py", "/warnings.py", "/contextlib.py")  # the wait and us

@@ -26,12 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from tests.support.training import Net, two_groups
-
-__all__ = [
-    "CASES", "Case", "Llama", "Trained", "alone", "difference", "llama_plan", "mesh_of",
-    "micro_batches", "train",
-]  # fmt: skip
+from tests.support.training import Net, final_state, two_groups
 
 VOCABULARY = 48
 # Adam divides by a gradient's size, and with it rounding errors of very small ones: not below this
@@ -291,8 +286,7 @@ def train(
             norms.append(float(engine.clip_grad_norm_(clip)))
         optimizer.step()
         optimizer.zero_grad()
-    state = engine.full_state_dict(rank0_only=False)
-    engine.close()
+    state = final_state(model, engine)
     return Trained(losses, norms, state)
 
 

@@ -21,8 +21,6 @@ from tests.support import inside
 from tests.support.harness import run_ranks
 from zeroshard.runtime.segment import Segment
 
-__all__ = ["AT", "BF16", "FAULTS", "LEAF", "UNIT", "Fault", "write"]
-
 AT = 1  # the step with the fault
 UNIT = "blocks.0"
 LEAF = 5  # computed by rank 1 of 2, in the last round but one

@@ -5,7 +5,8 @@ for every contender.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
-from tests.support.harness import run_ranks
 
 State = dict[str, torch.Tensor]
 
@@ -213,11 +213,7 @@ def make_sharded(
     model = make_model() if model is None else model
     tied = optimizer(model)
     comm = zs.Comm.model_validate({"transport": transport})
-    return (
-        model,
-        tied,
-        zs.shard(model, tied, policy=row, **{"comm": comm, **options}),
-    )
+    return (model, tied, zs.shard(model, tied, policy=row, **{"comm": comm, **options}))
 
 
 def wrapped(
@@ -363,14 +359,17 @@ def train_row(
     return final_state(model, engine)
 
 
-def on_rows(fn: Callable[..., None], *, rows: tuple[str, ...] = ROWS, world: int = 2) -> None:
-    """Call ``fn(rank, world, row)`` for each of `rows` on `world` ranks."""
-    run_ranks(world, _each, fn, rows, timeout=90)
-
-
-def _each(rank: int, world: int, fn: Callable[..., None], rows: tuple[str, ...]) -> None:
-    for row in rows:
-        fn(rank, world, row)
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the lines that zeroshard logs meanwhile."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("zeroshard"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def average_gradients(model: nn.Module) -> None:

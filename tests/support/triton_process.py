@@ -8,8 +8,6 @@ import sys
 
 from tests.support.harness import ROOT
 
-__all__ = ["run_here"]
-
 
 def run_here(module: str, call: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the function `call` of `module`, and return what it printed."""

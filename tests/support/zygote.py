@@ -32,8 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Forked", "Nursery", "Zygote", "serve", "serve_sessions"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch._dynamo", "torch.distributed", "safetensors.torch", "pytest", "hypothesis")
 _OURS = ("zeroshard.sharding.api", "zeroshard.checkpoint", "tests.support.harness")

@@ -11,8 +11,6 @@ import torch.distributed  # noqa: F401 - its types are bases of what is loaded
 
 from tests.device.build import build
 
-__all__ = ["_zsim"]
-
 
 def _load() -> ModuleType:
     loader = ExtensionFileLoader("_zsim", str(build()))

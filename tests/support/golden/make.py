@@ -73,9 +73,7 @@ def make(
     )
 
 
-def _optimizer(
-    model: Golden,
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def _optimizer(model: Golden) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:]}], lr=0.05

@@ -44,9 +44,7 @@ def test_ranks_that_see_their_own_device_alone_all_take_the_devices_backend(
 
 
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (None,) * 4])
-def test_ranks_that_see_all_devices_take_that_of_their_place(
-    places: Sequence[int | None],
-) -> None:
+def test_ranks_that_see_all_devices_take_that_of_their_place(places: Sequence[int | None]) -> None:
     seats = _seats(*[UUIDS] * 4, places=places)
     both = [*seats, *(Seat("b 1", seat.place, "cuda", "nccl", UUIDS[4:]) for seat in seats)]
     assert _all(seats) == [("cpu:gloo,cuda:nccl", index) for index in range(4)]
@@ -151,11 +149,7 @@ def _joined(
     ],
 )
 def test_the_backend_of_an_accelerator_is_told_the_device_of_the_rank(
-    kind: str,
-    asked: str | None,
-    backend: str,
-    has_device: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, asked: str | None, backend: str, has_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = _joined(kind, monkeypatch, {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

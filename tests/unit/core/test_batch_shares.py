@@ -45,12 +45,7 @@ def test_left_over_samples_go_by_remainder_and_then_to_lower_ranks() -> None:
 
 
 @given(
-    parts,
-    st.integers(0, 100),
-    st.integers(1, 40),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 3),
+    parts, st.integers(0, 100), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 3)
 )
 def test_the_ranks_together_take_every_sample_once(
     parts: list[int], numel: int, batch_size: int, shuffle: bool, drop_last: bool, epoch: int

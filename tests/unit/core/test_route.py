@@ -112,14 +112,7 @@ def texts(made: Routes) -> dict[str, str]:
 # ------------------------------------------------------------------------------------ closed forms
 
 
-@given(
-    st.data(),
-    placed(),
-    meshes,
-    st.sampled_from(LOWERINGS),
-    st.integers(1, 4),
-    st.booleans(),
-)
+@given(st.data(), placed(), meshes, st.sampled_from(LOWERINGS), st.integers(1, 4), st.booleans())
 def test_the_routes_of_a_step_move_what_the_closed_forms_say(
     data: st.DataObject,
     cells: Cells,
@@ -237,12 +230,7 @@ def check_connected(way: Route, wire: Wire | None = None) -> None:
 
 @given(st.data(), placed(), meshes, st.sampled_from(LOWERINGS), st.booleans(), st.booleans())
 def test_routes_connect_what_rests(
-    data: st.DataObject,
-    cells: Cells,
-    mesh: Mesh,
-    two_level: bool | None,
-    held: bool,
-    again: bool,
+    data: st.DataObject, cells: Cells, mesh: Mesh, two_level: bool | None, held: bool, again: bool
 ) -> None:
     formats = data.draw(formats_of(cells))
     made = routes(cells, mesh, formats, two_level=two_level)

@@ -12,12 +12,7 @@ from zeroshard.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [
-        ("7.5B", 7_500_000_000),
-        ("350M", 350_000_000),
-        ("1t", 10**12),
-        ("0.1K", 100),
-    ],
+    [("7.5B", 7_500_000_000), ("350M", 350_000_000), ("1t", 10**12), ("0.1K", 100)],
 )
 def test_counts_have_decimal_suffixes(text: str, size: int) -> None:
     assert parse_count(text, "params") == size

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.runtime.streams import (
-    LANES,
-    AcceleratorStreams,
-    Lane,
-    Streams,
-    make_streams,
-)
+from zeroshard.runtime.streams import LANES, AcceleratorStreams, Lane, Streams, make_streams
 
 
 def test_no_streams_takes_every_call() -> None:

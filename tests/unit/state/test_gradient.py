@@ -80,9 +80,7 @@ def take(gradient: Gradient, total: torch.Tensor, *, fresh: bool = False) -> Non
 
 
 @everywhere
-def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(
-    gradient: Gradient,
-) -> None:
+def test_sums_are_added_averaged_once_and_scaled_wherever_they_rest(gradient: Gradient) -> None:
     take(gradient, numbers(0), fresh=True)
     take(gradient, numbers(1))
     take(gradient, numbers(2))
@@ -131,9 +129,7 @@ def test_a_number_that_is_not_finite_is_noticed_wherever_it_is(
 
 
 @everywhere
-def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(
-    gradient: Gradient,
-) -> None:
+def test_a_sum_that_overflows_by_itself_is_no_number_that_is_not_finite(gradient: Gradient) -> None:
     take(gradient, torch.full((NUMEL,), 3e38), fresh=True)
     assert average([gradient], 2.0) == []
     assert torch.equal(gradient.fetch(*OWN), torch.full((NUMEL,), 3e38) / 2.0)

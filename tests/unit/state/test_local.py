@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from zeroshard.core.placement import Part
 from zeroshard.errors import ConfigError
 from zeroshard.state.local import (
@@ -46,36 +46,6 @@ def test_dtensors_are_not_imported_where_there_are_none() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def _parts(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    value = torch.arange(15.0).view(5, 3)
-    cases: list[tuple[Placement, Part]] = [
-        (Shard(0), Part((5, 3), (3 * rank, 0), (3 - rank, 3), frozenset({"tp"}))),
-        (Shard(1), Part((5, 3), (0, 2 * rank), (5, 2 - rank), frozenset({"tp"}))),
-        (Replicate(), Part.whole((5, 3))),
-    ]
-    for placement, expected in cases:
-        box = tuple(
-            slice(at, at + size) for at, size in zip(expected.start, expected.sizes, strict=True)
-        )
-        parameter = nn.Parameter(
-            DTensor.from_local(
-                value[box].clone(), mesh, [placement], run_check=False, shape=(5, 3), stride=(3, 1)
-            )
-        )
-        assert is_dtensor(parameter) and part_of("weight", parameter) == expected
-        assert torch.equal(local_of(parameter), value[box])
-        assert torch.equal(whole_of(parameter), value)
-        assert torch.equal(whole_of(parameter, local_of(parameter) * 2), value * 2)
-        assert torch.equal(local_of(part_within(parameter, value + 1)), value[box] + 1)
-        assert whole_shape(parameter) == f"(5, 3) {placement} along 'tp'"
-        _swapped(parameter, value[box])
-        _gradients(parameter, value, value[box])
-    odd = nn.Parameter(DTensor.from_local(value, mesh, [Partial()], run_check=False))
-    with pytest.raises(ConfigError, match=r"'weight' is a DTensor placed as P\(sum\)"):
-        part_of("weight", odd)
-
-
 def _swapped(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """The DTensor stays the object that it is, in another dtype and over other memory."""
     local = local_of(parameter)
@@ -103,5 +73,32 @@ def _gradients(parameter: nn.Parameter, value: torch.Tensor, own: torch.Tensor) 
         take(value)
 
 
-def test_a_dtensor_has_a_box_of_the_whole_and_its_memory_can_be_swapped() -> None:
-    run_ranks(2, _parts)
+@on_ranks(2)
+def test_a_dtensor_has_a_box_of_the_whole_and_its_memory_can_be_swapped(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    value = torch.arange(15.0).view(5, 3)
+    cases: list[tuple[Placement, Part]] = [
+        (Shard(0), Part((5, 3), (3 * rank, 0), (3 - rank, 3), frozenset({"tp"}))),
+        (Shard(1), Part((5, 3), (0, 2 * rank), (5, 2 - rank), frozenset({"tp"}))),
+        (Replicate(), Part.whole((5, 3))),
+    ]
+    for placement, expected in cases:
+        box = tuple(
+            slice(at, at + size) for at, size in zip(expected.start, expected.sizes, strict=True)
+        )
+        parameter = nn.Parameter(
+            DTensor.from_local(
+                value[box].clone(), mesh, [placement], run_check=False, shape=(5, 3), stride=(3, 1)
+            )
+        )
+        assert is_dtensor(parameter) and part_of("weight", parameter) == expected
+        assert torch.equal(local_of(parameter), value[box])
+        assert torch.equal(whole_of(parameter), value)
+        assert torch.equal(whole_of(parameter, local_of(parameter) * 2), value * 2)
+        assert torch.equal(local_of(part_within(parameter, value + 1)), value[box] + 1)
+        assert whole_shape(parameter) == f"(5, 3) {placement} along 'tp'"
+        _swapped(parameter, value[box])
+        _gradients(parameter, value, value[box])
+    odd = nn.Parameter(DTensor.from_local(value, mesh, [Partial()], run_check=False))
+    with pytest.raises(ConfigError, match=r"'weight' is a DTensor placed as P\(sum\)"):
+        part_of("weight", odd)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard as zs
 from tests.support import inside
 from tests.support.gradients import one_accumulator
-from tests.support.harness import run_ranks
-from tests.support.training import batch, make_model
+from tests.support.harness import on_ranks
+from tests.support.training import batch, final_state, make_model
 from zeroshard.memory import Pages
 from zeroshard.runtime import finalize
 from zeroshard.runtime.grad import Accumulator
@@ -198,7 +198,9 @@ def test_without_triton_a_norm_takes_few_kernels_for_a_billion_elements() -> Non
     assert 0 < seen.count < 700  # with chunks of 2^20 elements: 9,385
 
 
-def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+@on_ranks(2, timeout=60)
+def test_a_step_with_its_norm_reads_one_vector_and_nothing_else(rank: int, row: str) -> None:
     def run(accelerated: bool) -> dict[str, Any]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,8 +218,7 @@ def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         bad = engine.steps_skipped
-        state = engine.full_state_dict(rank0_only=False)
-        engine.close()
+        state = final_state(model, engine)
         return {
             "norms": [float(norm) for norm in norms],
             "reads": reads,
@@ -226,19 +227,14 @@ def _reads_of_steps(rank: int, world: int, row: str) -> dict[str, Any]:
         }
 
     plain, ours = run(False), run(True)
-    return {
+    seen = {
         "reads": ours["reads"],
         "norms": list(zip(plain["norms"], ours["norms"], strict=True)),
         "bad": (plain["bad"], ours["bad"]),
         "differ": [k for k, v in plain["state"].items() if not torch.equal(v, ours["state"][k])],
     }
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_step_with_its_norm_reads_one_vector_and_nothing_else(row: str) -> None:
-    for seen in run_ranks(2, _reads_of_steps, row, timeout=60):
-        assert seen["reads"][:2] == [(0, 1), (0, 1)]  # a bad step looks for the parameter
-        assert seen["bad"] == (1, 1) and not seen["differ"]
-        for plain, ours in seen["norms"][:2]:
-            assert ours == pytest.approx(plain, rel=1e-6)
-        assert not any(math.isfinite(norm) for norm in seen["norms"][2])
+    assert seen["reads"][:2] == [(0, 1), (0, 1)]  # a bad step looks for the parameter
+    assert seen["bad"] == (1, 1) and not seen["differ"]
+    for plain, ours in seen["norms"][:2]:
+        assert ours == pytest.approx(plain, rel=1e-6)
+    assert not any(math.isfinite(norm) for norm in seen["norms"][2])

@@ -168,9 +168,7 @@ def test_a_state_of_another_type_of_accelerator_is_left_alone(module: _Module) -
     assert module.states[0].tolist() == [7] * 4
 
 
-def test_a_state_that_was_saved_on_a_gpu_is_restored_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_that_was_saved_on_a_gpu_is_restored_there(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _accelerate(monkeypatch, "cuda", _Module())
     restore_generators({"cuda": torch.full((4,), 9, dtype=torch.uint8)})
     assert gpu.states[0].tolist() == [9] * 4
@@ -194,9 +192,7 @@ def test_a_plan_of_an_unknown_device_takes_the_preset_of_nearest_memory(module: 
     assert name == f"preset {nearest_preset('Unheard-of', 80 * 10**9)}"
 
 
-def test_a_type_with_one_device_is_asked_without_naming_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_type_with_one_device_is_asked_without_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.mps: no index, no streams, no current_device()."""
     state = torch.zeros(3, dtype=torch.uint8)
     module = SimpleNamespace(

@@ -154,9 +154,7 @@ def test_aligned_buffers_go_to_the_disk_without_a_copy(
     storage, copies = filled(store), []
     real = ctypes.memmove
     monkeypatch.setattr(
-        disk.ctypes,
-        "memmove",
-        lambda *arguments: (copies.append(arguments[2]), real(*arguments)),
+        disk.ctypes, "memmove", lambda *arguments: (copies.append(arguments[2]), real(*arguments))
     )
     buffer = store.staging.tensor(NUMEL, torch.float32)
     storage.read(0, NUMEL, buffer).wait()
