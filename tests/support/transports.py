@@ -20,7 +20,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.route import Axis
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.streams import NoStreams
+from zeroshard.runtime.streams import Streams
 
 BOTH = (Axis.NODE, Axis.LOCAL)
 
@@ -43,7 +43,7 @@ class TwoLevels:
         """
         if key in self._last:
             self._last[key].wait()
-        flight = self._last[key] = Flight([steps], NoStreams(), "gather", self.levels)
+        flight = self._last[key] = Flight([steps], Streams(), "gather", self.levels)
         flight.go()
         return flight
 
