@@ -181,11 +181,9 @@ def _load_golden(rank: int, world: int, path: Path, row: str) -> list[Any]:
         )
         assert extra["curve"].tolist() == [0.25, 0.0] and extra["curve"][1].signbit()
     pieces: list[Any] = []
-    for piece in states_of(engine).resting_pieces(share=True):
-        pieces.append([piece.name, "value", piece.start, piece.tensor.tolist()])
-        average = piece.average(ema.averages)
-        if average is not None:
-            pieces.append([piece.name, "average", piece.start, average.tensor.tolist()])
+    for table in states_of(engine).tables({"average": ema.averages}):
+        for piece in table.pieces(("value", "average"), share=True):
+            pieces.append([piece.name, piece.kind, piece.start, piece.tensor.tolist()])
     for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state.get(owned.tensor, {}).items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])

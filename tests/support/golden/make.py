@@ -107,11 +107,9 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
     }
     zs.save(folder, engine, step=STEP, states={"schedule": schedule, "average": ema}, extra=extra)
     pieces: list[Any] = []
-    for piece in states_of(engine).resting_pieces(share=True):
-        pieces.append([piece.name, "value", piece.start, piece.tensor.float().tolist()])
-        average = piece.average(ema.averages)
-        if average is not None:
-            pieces.append([piece.name, "average", piece.start, average.tensor.tolist()])
+    for table in states_of(engine).tables({"average": ema.averages}):
+        for piece in table.pieces(("value", "average"), share=True):
+            pieces.append([piece.name, piece.kind, piece.start, piece.tensor.float().tolist()])
     for owned in states_of(engine).stepped_pieces():
         for key, value in optimizer.state[owned.tensor].items():
             pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
