@@ -41,7 +41,7 @@ NUMBERS_AT_REST = (
     "runtime/bucket.py Bucket",
     "runtime/grad.py Accumulator",
     "runtime/rest.py Rest",
-    "runtime/rest.py RestingPiece",
+    "runtime/segment_states.py RestingPiece",
     "optim/tiles.py TileStates",
 )
 POOLS = (

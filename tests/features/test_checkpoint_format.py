@@ -17,7 +17,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.checkpoints import check_everything, make
-from tests.support.golden.make import HERE, STEP, Golden, whole
+from tests.support.golden.make import HERE, STEP, Golden, pieces_of, whole
 from tests.support.golden.make import make as make_golden
 from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import FORMAT, ITEMSIZE, VERSION, Manifest, digest
@@ -190,15 +190,7 @@ def _load_golden(rank: int, world: int, path: Path, row: str) -> list[Any]:
             and extra[7] == b"\x00\xff"
         )
         assert extra["curve"].tolist() == [0.25, 0.0] and extra["curve"][1].signbit()
-    pieces: list[Any] = []
-    for piece in states_of(engine).resting_pieces(share=True):
-        pieces.append([piece.name, "value", piece.start, piece.tensor.tolist()])
-        average = piece.average(ema.averages)
-        if average is not None:
-            pieces.append([piece.name, "average", piece.start, average.tensor.tolist()])
-    for owned in states_of(engine).stepped_pieces():
-        for key, value in optimizer.state.get(owned.tensor, {}).items():
-            pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
+    pieces = pieces_of(engine, optimizer, ema)
     engine.close()
     return pieces
 

@@ -68,15 +68,13 @@ def loaded(run: Trained, folder: Path, **options: Any) -> Trained:
 def rests(run: Trained) -> dict[str, str]:
     """Return a digest of everything that rests on this rank, by name and range."""
     engine, states, out = run.engine, states_of(run.engine), {}
-    for piece in states.resting_pieces():
-        with piece.borrowed() as numbers:
-            out[f"{piece.name}[{piece.start}:{piece.stop}]"] = _digest(numbers)
-    for shard in states.stepped_pieces():
-        moments, others = states.optimizer_states(shard)
-        out |= {f"{shard.name} {key}": repr(value) for key, value in others.items()}
-        for key, piece in moments.items():
+    for table in states.tables():
+        for name, others in table.numbers().items():
+            out |= {f"{name} {key}": repr(value) for key, value in others.items()}
+        for piece in table.pieces():
             with piece.borrowed() as numbers:
-                out[f"{shard.name} {key}[{piece.start}:{piece.stop}]"] = _digest(numbers)
+                what = f"{piece.name} {piece.kind}"
+                out[f"{what}[{piece.start}:{piece.stop}]"] = _digest(numbers)
     out["entries of the optimizer's state"] = str(sum(map(bool, run.optimizer.state.values())))
     for number, average in enumerate([] if run.average is None else run.average.averages):
         out[f"average {number}"] = _digest(average)

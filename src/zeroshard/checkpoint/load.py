@@ -31,7 +31,7 @@ from zeroshard.checkpoint.kept import (
     tell_saved,
     telling_keeper,
 )
-from zeroshard.checkpoint.manifest import BUFFER, STATE, VALUE, row_stride
+from zeroshard.checkpoint.manifest import BUFFER, row_stride
 from zeroshard.checkpoint.pipeline_stages import names_elsewhere, rank_there
 from zeroshard.checkpoint.rank_part import (
     EXTRA,
@@ -51,7 +51,7 @@ from zeroshard.checkpoint.step_reader import Match, StepReader, Wanted
 from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
 from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
-from zeroshard.core.placement import Part, Tier
+from zeroshard.core.placement import STATE, VALUE, Part, Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import fitted_state, state_after_trial
 from zeroshard.optim.shards import ParamShard
@@ -80,7 +80,9 @@ class StepLoader:
         self._states = {**wanted.states, OF_MODULES: self._modules}
         self._own = {EXTRA, SCALER} | ({RNG} if wanted.generators else set())
         experts = Experts.of(engine)
-        self._match = Match(saved, engine, experts, wanted)
+        match = self._match = Match(saved, engine, experts, wanted)
+        self.misfits = match.misfits  # an error where strict
+        self.skipped = match.skipped  # entries of the checkpoint that are not loaded
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
@@ -91,16 +93,6 @@ class StepLoader:
         # by id of the piece: the state that the optimizer would keep of it, of a few elements
         self._trials: dict[int, dict[str, Any]] = {}
         self._values: dict[str, Any] = {}
-
-    @property
-    def misfits(self) -> list[str]:
-        """The mismatches: an error where strict."""
-        return self._match.misfits
-
-    @property
-    def skipped(self) -> list[str]:
-        """The entries of the checkpoint that are not loaded."""
-        return self._match.skipped
 
     @property
     def left_out(self) -> list[str]:
@@ -148,19 +140,15 @@ class StepLoader:
             for name, state in self._states.items()
             if isinstance(state, EMA) and self._match.averages(name)
         }
-        for piece in states_of(self._engine).resting_pieces():
-            name = self._match.there.get(id(piece.parameter))
-            if name is None:
-                continue
-            place = Span(self._parts[piece.name], piece.stride, piece.start, piece.stop)
-            again = piece.state.away is not None and piece.state.away.tier is Tier.DISK
-            source = self._saved.held(partial(self._saved.range, name, VALUE, place), again=again)
-            self._copies.append((piece, source))
-            for kind, ema in averages.items():
-                beside = piece.average(ema.averages)
-                if beside is not None:
-                    read = partial(self._saved.range, name, kind, place)
-                    self._copies.append((beside, self._saved.held(read, again=False)))
+        beside = {name: ema.averages for name, ema in averages.items()}
+        for table in states_of(self._engine).tables(beside):
+            for piece in table.pieces((VALUE, *beside)):
+                name = self._match.there.get(id(piece.parameter))
+                if name is not None:
+                    place = Span(self._parts[piece.name], piece.stride, piece.start, piece.stop)
+                    again = piece.state.away is not None and piece.state.away.tier is Tier.DISK
+                    read = partial(self._saved.range, name, piece.kind, place)
+                    self._copies.append((piece, self._saved.held(read, again=again)))
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
@@ -282,52 +270,38 @@ class StepLoader:
 
     def _load_states(self) -> None:
         """Load states and generators; restore all of them if one fails on any rank. Collective."""
-        numbers = generators()
-        before, loaded = dict[str, Any](), list[str]()
+        numbers, before = generators(), dict[str, Any]()
+        loaded: list[str] = []
         for name in self._values.keys() & self._states.keys():
             with suppress(Exception):  # a state that gives none cannot be put back
                 before[name] = copy.deepcopy(self._states[name].state_dict())
         try:
             with states_of(self._engine).everyone.together("zs.load()", refusal=CheckpointError):
-                self._give_values(loaded)
+                for name, value in self._values.items():
+                    loaded.append(name)
+                    try:
+                        if name in self._states:
+                            self._states[name].load_state_dict(value)
+                        elif name == RNG:
+                            restore_generators(value)
+                    except Exception as error:
+                        raise CheckpointError(
+                            f"states[{name!r}] does not take what was saved:"
+                            f" {type(error).__name__}: {error}"
+                        ) from error
         except CheckpointError as told:
-            stuck = [
-                f"states[{name!r}]"
-                for name in loaded
-                if name in self._states and not self._put_back(name, before)
-            ]
+            stuck = [name for name in loaded if name in self._states]
+            for name in [*stuck]:
+                with suppress(Exception):
+                    self._states[name].load_state_dict(before[name])
+                    stuck.remove(name)
             restore_generators(numbers)
             if stuck:
-                names = ", ".join(stuck)
+                names = ", ".join(f"states[{name!r}]" for name in stuck)
                 raise CheckpointError(
                     f"{told}; {names} could not be put back, the rest is as it was"
                 ) from told
             raise
-
-    def _give_values(self, loaded: list[str]) -> None:
-        """Give states and generators what was saved, and add their names to `loaded`. Raises
-        CheckpointError.
-        """
-        for name, value in self._values.items():
-            loaded.append(name)
-            try:
-                if name in self._states:
-                    self._states[name].load_state_dict(value)
-                elif name == RNG:
-                    restore_generators(value)
-            except Exception as error:
-                raise CheckpointError(
-                    f"states[{name!r}] does not take what was saved: {type(error).__name__}:"
-                    f" {error}"
-                ) from error
-
-    def _put_back(self, name: str, before: dict[str, Any]) -> bool:
-        """Load a state from `before` again; return whether it was there, and taken."""
-        try:
-            self._states[name].load_state_dict(before[name])
-        except Exception:
-            return False
-        return True
 
     def _apply_optimizer(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]

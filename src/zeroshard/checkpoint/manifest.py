@@ -45,8 +45,7 @@ FORMAT = "zeroshard checkpoint"
 VERSION = 2  # of a step with boxes; one without is of version 1, as before there were boxes
 
 CHUNK_BYTES = 4 << 20
-# kinds of tensors: STATE and BUFFER go before the key or name
-VALUE, STATE, BUFFER = "value", "state.", "buffer/"
+BUFFER = "buffer/"  # before the name of one
 MAX_BYTES = 512 << 20  # of a manifest's text
 MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
 MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones

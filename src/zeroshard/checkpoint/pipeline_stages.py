@@ -18,12 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
-from zeroshard.checkpoint.manifest import Entries, ParameterEntry, TensorEntry, digest
+from zeroshard.checkpoint.manifest import Entries, ParameterEntry, digest
 from zeroshard.checkpoint.rank_part import Experts, RankPart, names_of, persistent_buffers
-from zeroshard.checkpoint.shard_files import Lent, opened
+from zeroshard.checkpoint.shard_files import opened
 from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
 from zeroshard.runtime.engine import Engine, states_of
@@ -154,7 +153,10 @@ def _refuse_other_numbers(
     for entry, numbers in part.stored:
         if entry.parameter in names:
             kinds = sums.setdefault(entry.parameter, {})
-            kinds[entry.kind] = kinds.get(entry.kind, 0) + _sum(entry, numbers)
+            box = int(digest(repr((entry.box, entry.dtype)).encode())[:16], 16)
+            with opened(numbers) as tensor:
+                number_here = placed_sum(tensor, entry.start) + box * (entry.stop - entry.start)
+            kinds[entry.kind] = kinds.get(entry.kind, 0) + number_here
     everyone = states_of(engine).everyone
     total: dict[tuple[str, str], dict[str, int]] = {}  # by stage and name, of each kind
     for stage, found in everyone.share([everyone.stage, sums], _CALL):
@@ -169,12 +171,6 @@ def _refuse_other_numbers(
                 " numbers: give each stage a name of its own for it, or keep them alike (reduce"
                 " their gradients) before you save"
             )
-
-
-def _sum(entry: TensorEntry, numbers: torch.Tensor | Lent) -> int:
-    box = int(digest(repr((entry.box, entry.dtype)).encode())[:16], 16)
-    with opened(numbers) as tensor:
-        return placed_sum(tensor, entry.start) + box * (entry.stop - entry.start)
 
 
 def _text(entry: ParameterEntry) -> str:

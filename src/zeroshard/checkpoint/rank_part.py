@@ -27,8 +27,6 @@ from torch import nn
 
 from zeroshard.checkpoint.manifest import (
     BUFFER,
-    STATE,
-    VALUE,
     ParameterEntry,
     ShardEntry,
     TensorEntry,
@@ -36,15 +34,13 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
 from zeroshard.checkpoint.values import decode, encode, no_tensors
-from zeroshard.core.boxes import Box, box_of, overlap
-from zeroshard.core.layout import Range
-from zeroshard.core.placement import Part
+from zeroshard.core.boxes import Box, box_of
+from zeroshard.core.placement import VALUE, Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.copies import KEPT_STATES
-from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import curve_of
 from zeroshard.runtime.ema import EMA
-from zeroshard.runtime.engine import Engine, RestingPiece, states_of
+from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.units import OwnMeshes, matching
 from zeroshard.runtime.whole import extra_modules, saved_names
 from zeroshard.state.local import is_dtensor, local_of, part_of
@@ -171,12 +167,6 @@ class RankPart:
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's param groups
     parameters: dict[str, ParameterEntry] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)  # of the parameters that are parts here
-
-    def add(self, name: str, kind: str, piece: RestingPiece) -> None:
-        """Add a `piece` of one kind of the parameter `name`, or of the box of it that is here."""
-        code, box = dtype_code(piece.state.dtype, f"{kind} of {name!r}"), self.boxes.get(name, ())
-        entry = TensorEntry.piece(name, kind, piece.start, piece.stop, code, box)
-        self.stored.append((entry, piece.tensor if piece.state.on_device else piece.borrowed))
 
     def index(self, file: ShardEntry, tensors: Sequence[TensorEntry]) -> dict[str, Any]:
         """Return this rank's part of the manifest: its file, and the tensors in it."""
@@ -332,7 +322,16 @@ def collect(
     experts = Experts.of(engine)
     part.parameters = parameters_of(engine, experts, frozen=frozen, everywhere=True)
     _collect_pieces(engine, experts, averages, part)
-    _collect_groups(engine, experts, part)
+    if engine.optimizer is not None:
+        names = names_of(engine.module)
+        options = encoded_options(engine.optimizer)
+        for one, parameters in zip(options, states_of(engine).param_groups(), strict=True):
+            params = [
+                name
+                for parameter in parameters
+                for name in dict.fromkeys(experts.everywhere(names[id(parameter)][0]))
+            ]
+            part.groups.append({"params": params, "options": one})
     values: dict[str, Any] = {
         name: _state_dict(name, state) for name, state in states.items() if name not in averages
     }
@@ -417,59 +416,28 @@ def divide(engine: Engine, part: RankPart) -> None:
 def _collect_pieces(
     engine: Engine, experts: Experts, averages: Mapping[str, EMA], part: RankPart
 ) -> None:
-    stepped: dict[int, list[ParamShard]] = {}
-    for owned in states_of(engine).stepped_pieces():
-        stepped.setdefault(id(owned.parameter), []).append(owned)
     names, parts = names_of(engine.module), whole_parts(engine, experts)
-    for piece in states_of(engine).resting_pieces(share=True):
-        name = experts.name(names[id(piece.parameter)][0])
-        if name not in part.parameters or not parts[piece.name][1]:
-            continue
-        mine, _ = parts[piece.name]
-        if not mine.is_whole:
-            part.boxes[name] = box_of(mine)
-            if piece.start == piece.stop:
-                continue  # a box without elements is none
-        part.add(name, VALUE, piece)
-        for average, ema in averages.items():
-            beside = piece.average(ema.averages)
-            if beside is not None:
-                part.add(name, average, beside)
-        for owned in stepped.get(id(piece.parameter), ()):
-            common = overlap((piece.start, piece.stop), (owned.piece.start, owned.piece.stop))
-            if common is not None:
-                _collect_state(engine, name, owned, common, part)
-
-
-def _collect_state(
-    engine: Engine, name: str, owned: ParamShard, wanted: Range, part: RankPart
-) -> None:
-    """Collect the optimizer's state of the elements `wanted` of `owned`."""
-    moments, numbers = states_of(engine).optimizer_states(owned)
-    for key, piece in moments.items():
-        part.add(name, f"{STATE}{key}", piece.part(*wanted))
-    for key, value in numbers.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            raise CheckpointError(
-                f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, not"
-                f" the parameter's: {KEPT_STATES}"
-            )
-        path = f"optimizer state {key!r} of {name!r}"
-        part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
-
-
-def _collect_groups(engine: Engine, experts: Experts, part: RankPart) -> None:
-    if engine.optimizer is None:
-        return
-    names = names_of(engine.module)
-    groups = zip(encoded_options(engine.optimizer), states_of(engine).param_groups(), strict=True)
-    for options, parameters in groups:
-        params = [
-            name
-            for parameter in parameters
-            for name in dict.fromkeys(experts.everywhere(names[id(parameter)][0]))
-        ]
-        part.groups.append({"params": params, "options": options})
+    beside = {name: ema.averages for name, ema in averages.items()}
+    for table in states_of(engine).tables(beside):
+        numbers = table.numbers()
+        for piece in table.pieces(share=True):
+            name = experts.name(names[id(piece.parameter)][0])
+            if name not in part.parameters or not parts[piece.name][1]:
+                continue
+            if not parts[piece.name][0].is_whole:
+                part.boxes[name] = box_of(parts[piece.name][0])
+            code = dtype_code(piece.state.dtype, f"{piece.kind} of {name!r}")
+            place, box = (name, piece.kind, piece.start, piece.stop), part.boxes.get(name, ())
+            tensor = piece.tensor if piece.state.on_device else piece.borrowed
+            part.stored.append((TensorEntry.piece(*place, code, box), tensor))
+            for key, value in numbers.get(piece.name, {}).items() if piece.kind == VALUE else ():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    raise CheckpointError(
+                        f"optimizer state {key!r} of parameter {name!r} has shape"
+                        f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
+                    )
+                path = f"optimizer state {key!r} of {name!r}"
+                part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
 
 
 def encoded_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeroshard.checkpoint.kept import KeptStep
-from zeroshard.checkpoint.manifest import STATE, VALUE, Manifest, ShardEntry, TensorEntry, digest
+from zeroshard.checkpoint.manifest import Manifest, ShardEntry, TensorEntry, digest
 from zeroshard.checkpoint.rank_part import (
     RESERVED,
     Experts,
@@ -32,6 +32,7 @@ from zeroshard.checkpoint.shard_files import OpenShards, ShardReader, describe_r
 from zeroshard.checkpoint.steps import MANIFEST, StepFiles, StepGone
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span
+from zeroshard.core.placement import STATE, VALUE
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Trimmer
 from zeroshard.runtime.ema import EMA

@@ -21,6 +21,9 @@ from typing import Literal
 
 from zeroshard.errors import ConfigError
 
+# kinds of numbers that rest for a parameter: its values, and (before the key) optimizer states
+VALUE, STATE = "value", "state."
+
 
 class Placement(Enum):
     """A state as the ranks along one mesh axis hold it."""

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.manifest import STATE, VALUE
+from zeroshard.core.placement import STATE, VALUE
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.formats.importer import Importer, is_flat_state, load_tensors, optimizer_class
 

@@ -28,8 +28,6 @@ import torch
 from zeroshard.checkpoint.manifest import (
     BUFFER,
     ITEMSIZE,
-    STATE,
-    VALUE,
     Manifest,
     ParameterEntry,
     TensorEntry,
@@ -50,7 +48,7 @@ from zeroshard.checkpoint.shard_files import (
 from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at
-from zeroshard.core.placement import Part
+from zeroshard.core.placement import STATE, VALUE, Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 

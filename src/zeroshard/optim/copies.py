@@ -21,8 +21,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -146,16 +146,29 @@ def state_after_trial(
     Raises whatever a step with these options raises.
     """
     parameter = nn.Parameter(torch.ones(_TRIAL_NUMEL, dtype=dtype, device=device))
+    own = _options(options, off_device=device.type != home.type)
+    with undisturbed(device), torch.enable_grad():
+        return _step_copy(optimizer, own, parameter, [torch.ones_like(parameter)] * _TRIAL_STEPS)
+
+
+def _step_copy(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    parameter: nn.Parameter,
+    grads: Iterable[torch.Tensor],
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Step a `parameter` of ours with each of `grads` by a copy of `optimizer`, in a param group of
+    `options`, from `state` on; return its state afterwards.
+    """
     clone = bare_copy(optimizer)
-    own = copy.deepcopy(_options(options, off_device=device.type != home.type))
-    clone.param_groups = [{**own, "params": [parameter]}]
-    clone.state = defaultdict(dict)
+    clone.param_groups = [{**copy.deepcopy(options), "params": [parameter]}]
+    clone.state = defaultdict(dict, {parameter: state} if state else {})
     set_training(clone)
     step = unhooked_step(type(clone))
-    with undisturbed(device), torch.enable_grad():
-        for _ in range(_TRIAL_STEPS):
-            parameter.grad = torch.ones_like(parameter)
-            step(clone)
+    for grad in grads:
+        parameter.grad = grad.view(parameter.shape).clone()
+        step(clone)
     return dict(clone.state[parameter])
 
 
@@ -205,40 +218,31 @@ def _kind(value: Any) -> str:
 _MODES = ("train", "eval")
 
 
-def hide_modes(
-    optimizer: torch.optim.Optimizer, moving: Callable[[str], AbstractContextManager[None]]
-) -> Iterator[Mode]:
-    """Hide ``train()`` and ``eval()``, where the class has both, by ones that run inside
-    ``moving``, which is given the call in words.
-    """
-    if all(callable(getattr(type(optimizer), name, None)) for name in _MODES):
-        for name in _MODES:
-            yield Mode(optimizer, name, moving)
+def modes_of(optimizer: torch.optim.Optimizer) -> Sequence[str]:
+    """Return the names of ``train()`` and ``eval()`` where the class has both."""
+    has_both = all(callable(getattr(type(optimizer), name, None)) for name in _MODES)
+    return _MODES if has_both else ()
 
 
-class Mode:
+class HiddenMethod:
     """An entry in an optimizer's instance dictionary that hides a method until it is removed."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        name: str,
-        moving: Callable[[str], AbstractContextManager[None]],
+        self, optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]
     ) -> None:
-        self._optimizer, self._name, self._moving = optimizer, name, moving
-        self._own = vars(optimizer).get(name)
-        self._method = getattr(optimizer, name)
-        vars(optimizer)[name] = self
+        """`call` is called with the method and its arguments."""
+        self._entries, self._name, self._call = vars(optimizer), name, call
+        self._own, self._method = self._entries.get(name), getattr(optimizer, name)
+        self._entries[name] = update_wrapper(self, self._method)  # Accelerate reads the signature
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with self._moving(f"optimizer.{self._name}()"):
-            return self._method(*arguments, **options)
+        return self._call(self._method, *arguments, **options)
 
     def remove(self) -> None:
         """Let the optimizer's own method be seen again."""
-        del vars(self._optimizer)[self._name]
+        del self._entries[self._name]
         if self._own is not None:
-            vars(self._optimizer)[self._name] = self._own
+            self._entries[self._name] = self._own
 
 
 # -------------------------------------------------------------------------------- elementwise rules
@@ -408,20 +412,35 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
     """Raise ConfigError unless whole and pieces end with the same bits under the options of
     param group `index`.
     """
-    params = optimizer.param_groups[index]["params"]
-    device = torch.device("cpu") if not params or params[0].is_meta else params[0].device
+    group = optimizer.param_groups[index]
+    options = _options(group, off_device=False)
+    model: Any = next(iter(group["params"]), None)
+    device = torch.device("cpu") if model is None or model.is_meta else model.device
     values, grads = _numbers(device)
+
+    def steps(shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) after the steps of a parameter of `shape`. State that the
+        constructor has made is filled with its first value.
+        """
+        parameter = nn.Parameter(values[start:stop].reshape(shape).clone())
+        own: dict[str, Any] = {}
+        for key, value in optimizer.state.get(model, {}).items():
+            is_moment = isinstance(value, torch.Tensor) and value.shape == model.shape
+            if is_moment and value.numel() > 0 and value.dim() > 0:
+                first = value.detach().reshape(-1)[0].item()
+                own[key] = torch.full(shape, first, dtype=value.dtype, device=device)
+            else:
+                own[key] = copy.deepcopy(value)
+        _step_copy(optimizer, options, parameter, grads[:, start:stop], own)
+        return parameter.detach().reshape(-1)
+
     with undisturbed(device):
         try:
-            pieces = [
-                _Run(optimizer, index, (stop - start,)).steps(
-                    values[start:stop], grads[:, start:stop]
-                )
-                for start, stop in _CUTS
-            ]
-            wholes = {
-                shape: _Run(optimizer, index, shape).steps(values, grads) for shape in _SHAPES
-            }
+            if (lr := options.get("lr")) is not None and float(lr) < _MIN_LR:
+                is_tensor = isinstance(lr, torch.Tensor)
+                options["lr"] = torch.full_like(lr, _MIN_LR) if is_tensor else _MIN_LR
+            pieces = [steps((stop - start,), start, stop) for start, stop in _CUTS]
+            wholes = {shape: steps(shape, 0, len(values)) for shape in _SHAPES}
         except Exception as error:
             said = f": {error}" if str(error) else ""
             raise ConfigError(
@@ -461,64 +480,3 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.randn(numel, generator=generator) * scale
     grads = torch.randn(_NUM_STEPS, numel, generator=generator) * scale
     return values.to(device), grads.to(device)
-
-
-class _Run:
-    """A copy of the user's optimizer, on one parameter of our own."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...]
-    ) -> None:
-        group = optimizer.param_groups[index]
-        model = group["params"][0] if group["params"] else None
-        device = model.device if model is not None and not model.is_meta else torch.device("cpu")
-        self.param = nn.Parameter(torch.zeros(shape, device=device))
-        self.optimizer = bare_copy(optimizer)
-        self.optimizer.param_groups = [_probe_group(group, self.param)]
-        self.optimizer.state = defaultdict(dict)
-        if model is not None and optimizer.state.get(model):
-            self.optimizer.state[self.param] = _resized_state(
-                optimizer.state[model], model, self.param
-            )
-
-    def steps(self, values: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-        """Return `values` [numel] after a step with each of `grads` [steps, numel]."""
-        with torch.no_grad():
-            self.param.copy_(values.view(self.param.shape))
-        step = unhooked_step(type(self.optimizer))
-        set_training(self.optimizer)
-        for grad in grads:
-            self.param.grad = grad.view(self.param.shape).clone()
-            step(self.optimizer)
-        return self.param.detach().reshape(-1)
-
-
-def _probe_group(group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    if "param_names" in options:
-        options["param_names"] = ["probe"]
-    lr = options.get("lr")
-    if lr is not None and float(lr) < _MIN_LR:
-        options["lr"] = torch.full_like(lr, _MIN_LR) if isinstance(lr, torch.Tensor) else _MIN_LR
-    return {"params": [param], **options}
-
-
-def _resized_state(
-    state: dict[str, Any], model: torch.Tensor, param: torch.Tensor
-) -> dict[str, Any]:
-    """Return state that the constructor made for `model`, for `param` instead: tensors of its
-    shape are filled with their first value.
-    """
-    resized: dict[str, Any] = {}
-    for key, value in state.items():
-        if (
-            isinstance(value, torch.Tensor)
-            and value.shape == model.shape
-            and value.numel() > 0
-            and value.dim() > 0
-        ):
-            first = value.detach().reshape(-1)[0].item()
-            resized[key] = torch.full(param.shape, first, dtype=value.dtype, device=param.device)
-        else:
-            resized[key] = copy.deepcopy(value)
-    return resized

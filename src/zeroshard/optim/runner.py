@@ -258,9 +258,7 @@ class TileRunner:
                 continue
             used = [shard.is_used() for shard in tile.shards]
             if any(used):
-                gradient = tile.segment.sums.resting()
-                assert gradient is not None, f"{tile.segment.key} is used and has no gradient"
-                steps.append(_TileStep(tile, gradient, used))
+                steps.append(_TileStep(tile, tile.segment.resting(), used))
         if not steps:
             return None
         return StepJob(
@@ -322,7 +320,7 @@ class TileRunner:
         from_rest = segment.can_bring_from_rest(tile.start, tile.stop)
         with (
             step.gradient.block(tile.start, tile.stop) as grad,
-            self._states.lent(tile, write=True) as (master, opened),
+            self._states.lent(tile) as (master, opened),
         ):
             self._step(job.host, step, master, opened, grad.cpu())
             if not (from_rest or job.late):

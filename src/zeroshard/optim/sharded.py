@@ -29,11 +29,11 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import check_elementwise, hide_modes, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_elementwise, modes_of, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
-from zeroshard.optim.tiles import PartialState, TileStates, fill_in
+from zeroshard.optim.tiles import PartialState, TileStates
 from zeroshard.state.local import local_of
 
 _INTERRUPTED = (
@@ -116,39 +116,6 @@ class _OptimizerStep:
             self.in_closure = False
 
 
-class _ZeroGrad:
-    """An entry in an optimizer's instance dictionary that hides its ``zero_grad()`` until it is
-    removed: one that clears or zeroes the gradients assigned to the model's parameters, too, and
-    zeroes what rests of those that this rank holds no shard of.
-    """
-
-    def __init__(self, sharded: ShardedOptimizer) -> None:
-        self._sharded, self._optimizer = sharded, sharded.optimizer
-        self._own = vars(self._optimizer).get("zero_grad")
-        self._zero_grad = self._optimizer.zero_grad
-        vars(self._optimizer)["zero_grad"] = self
-
-    def __call__(self, set_to_none: bool = True, **options: Any) -> None:
-        self._zero_grad(set_to_none, **options)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in chain(*self._sharded.parameters):
-                if not set_to_none:
-                    self._sharded._around_step.zero_gradient(parameter)
-                grad = parameter.grad
-                if grad is None or type(grad) is SealedGrad:
-                    continue
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    grad.zero_()
-        self._sharded.release_dropped()
-
-    def remove(self) -> None:
-        del vars(self._optimizer)["zero_grad"]
-        if self._own is not None:
-            vars(self._optimizer)["zero_grad"] = self._own
-
-
 class ShardedOptimizer:
     """The tie between one optimizer and this rank's tiles of one engine."""
 
@@ -205,8 +172,11 @@ class ShardedOptimizer:
         self._point()
         self.park()
         self._handles = [
-            _ZeroGrad(self),
-            *hide_modes(optimizer, self._moving),
+            HiddenMethod(optimizer, "zero_grad", self._zero_grad),
+            *(
+                HiddenMethod(optimizer, name, partial(self._move, f"optimizer.{name}()"))
+                for name in modes_of(optimizer)
+            ),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self._around_step.check_states()),
@@ -221,7 +191,29 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
 
-    def _moving(self, call: str) -> AbstractContextManager[None]:
+    def _zero_grad(
+        self, zero_grad: Callable[..., None], set_to_none: bool = True, **options: Any
+    ) -> None:
+        """Clear or zero the gradients assigned to the model's parameters, too, and zero what rests
+        of those that this rank holds no shard of.
+        """
+        zero_grad(set_to_none, **options)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in chain(*self.parameters):
+                if not set_to_none:
+                    self._around_step.zero_gradient(parameter)
+                grad = parameter.grad
+                if grad is None or type(grad) is SealedGrad:
+                    continue
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    grad.zero_()
+        self.release_dropped()
+
+    def _move(self, call: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a `method` that moves the parameters; the weights follow."""
+
         def check() -> None:
             if self.rests_elsewhere:
                 raise StateError(
@@ -230,7 +222,8 @@ class ShardedOptimizer:
                     " offload="
                 )
 
-        return self._around_step.moving(call, check)
+        with self._around_step.moving(call, check):
+            return method(*args, **options)
 
     def _take(self, tiles: Sequence[Tile]) -> None:
         """Sort the shards of `tiles` into param groups."""
@@ -336,28 +329,16 @@ class ShardedOptimizer:
         """Whether tiles of this rank are stepped beside the user's own step()."""
         return any(tile.method is not StepMethod.BY_USER for tile in self.tiles)
 
-    def park(self) -> None:
-        """Move state that is still on the device (created before shard(), or just loaded) to its
-        tier.
+    def park(self, set_state: Callable[[ParamShard], None] | None = None) -> None:
+        """Move state that is still on the device (created before shard(), just loaded, or set by
+        `set_state` for every shard) to its tier, a tile at a time.
         """
         self.join()
         for tile in self.tiles:
+            if set_state is not None:
+                for shard in tile.shards:
+                    set_state(shard)
             self.states.put_to_rest(tile)
-
-    def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
-        """Call `set_state` for every shard; the state that it sets is put to rest a tile at a
-        time.
-        """
-        self.join()
-        for tile in self.tiles:
-            for shard in tile.shards:
-                set_state(shard)
-            self.states.put_to_rest(tile)
-
-    def close_moments(self) -> None:
-        """Release the moments of every segment on other tiers: they are about to be set anew."""
-        for segment in {tile.segment for tile in self.tiles}:
-            segment.close_moments()
 
     def state_bytes(self, keys: Container[str] | None = None) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state on this rank by tier, of the segments with
@@ -375,7 +356,14 @@ class ShardedOptimizer:
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
         self.join()
-        fill_in(state["state"], optimizer, self.tiles, self.states)
+        params = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        numbers = {id(tensor): index for index, tensor in enumerate(params)}
+        for shard in (one for one in self.pieces() if one.method.off_device):
+            if held := self.states.of(shard):
+                state["state"][numbers[id(shard.tensor)]] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in {**held, **self.states.away(shard)}.items()
+                }
         self._part.label(state, self._groups, self.num_finished)
         return state
 

@@ -70,6 +70,12 @@ class SteppedSegment:
     # the optimizer's state of elements [split, numel), by key
     moments: dict[str, Storage] = field(default_factory=dict)
 
+    def resting(self) -> Gradient:
+        """Return its gradient, which some rank has."""
+        resting = self.sums.resting()
+        assert resting is not None, f"{self.key} is used and has no gradient"
+        return resting
+
     def moment(self, key: str, dtype: torch.dtype) -> Storage:
         """Return where state `key` rests, allocated when it is asked for first."""
         if key not in self.moments:
@@ -77,12 +83,6 @@ class SteppedSegment:
             numel = self.master.numel - self.split
             self.moments[key] = self.store.allocate(f"{self.key} {key}", numel, dtype)
         return self.moments[key]
-
-    def close_moments(self) -> None:
-        """Release the memory of the optimizer's state: all of it is about to be set anew."""
-        for storage in self.moments.values():
-            storage.close()
-        self.moments = {}
 
 
 @dataclass(eq=False)
@@ -149,17 +149,11 @@ class ParamShard:
 
     def grad(self) -> torch.Tensor | None:
         """Return its slice of the averaged gradient, or None where no rank used the parameter."""
-        if not self.segment.used(self.piece.index):
-            return None
-        resting = self.segment.sums.resting()
-        assert resting is not None, f"the gradient of {self.name} is used and not held"
-        return resting.fetch(self.start, self.stop)
+        return self.segment.resting().fetch(self.start, self.stop) if self.is_used() else None
 
     def set_grad(self, numbers: torch.Tensor) -> None:
         """Set its slice of the averaged gradient, which some rank used, to `numbers`."""
-        resting = self.segment.sums.resting()
-        assert resting is not None, f"the gradient of {self.name} is used and not held"
-        resting.store_range(self.start, self.stop, numbers)
+        self.segment.resting().store_range(self.start, self.stop, numbers)
 
     def leave_memory(self) -> None:
         """Let go of its master on the device: its memory is about to be released."""

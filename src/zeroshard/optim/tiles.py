@@ -96,11 +96,9 @@ class TileStates:
                 self._optimizer.state[shard.tensor] = state
 
     @contextmanager
-    def lent(
-        self, tile: Tile, *, write: bool
-    ) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
-        """Lend the masters of a tile off the device, and the state of its shards. With `write`,
-        what is changed or added there rests afterwards.
+    def lent(self, tile: Tile) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
+        """Lend the masters of a tile off the device, and the state of its shards; what is changed
+        or added there rests afterwards.
         """
         segment = tile.segment
         added: dict[str, torch.Tensor] = {}
@@ -110,18 +108,14 @@ class TileStates:
             return added[key]
 
         with ExitStack() as stack:
-            master = stack.enter_context(
-                segment.master.borrowed(tile.start, tile.stop, write=write)
-            )
+            master = stack.enter_context(segment.master.borrowed(tile.start, tile.stop, write=True))
             moments = {
-                key: stack.enter_context(storage.borrowed(*tile.moments_range, write=write))
+                key: stack.enter_context(storage.borrowed(*tile.moments_range, write=True))
                 for key, storage in segment.moments.items()
-                if write or self.rests(tile, key)
             }
             opened = self.open(tile, moments)
             yield master, opened
-            if write:
-                self.park(tile, opened, moments, make)
+            self.park(tile, opened, moments, make)
         for key, numbers in added.items():
             with segment.moment(key, numbers.dtype).borrowed(
                 *tile.moments_range, write=True
@@ -136,6 +130,18 @@ class TileStates:
             if isinstance(value, torch.Tensor) and value.shape == shard.tensor.shape
         }
 
+    def away(self, shard: ParamShard) -> dict[str, torch.Tensor]:
+        """Return copies of the moments of a shard that rest on another tier. No step is under
+        way.
+        """
+        out = {}
+        for key in self.moments(shard):
+            if self._is_away(shard, key):
+                state, first = self.at_rest(shard, key)
+                with state.borrowed(first, first + shard.piece.numel, write=False) as numbers:
+                    out[key] = numbers.clone()
+        return out
+
     def numbers(self, shard: ParamShard) -> dict[str, Any]:
         """Return the rest of the state of a shard: a step count, an option."""
         moments = self.moments(shard)
@@ -145,8 +151,14 @@ class TileStates:
         """Return copies of the `numbers` of a parameter's state, each on the device where the
         optimizer keeps it of a parameter like `shard`, of param group `group`: on the host all.
         """
-        here, out = shard.tensor.device, {}
-        kept = {} if here.type == "cpu" else self._trial(shard, group)
+        here, dtype, out = shard.tensor.device, shard.tensor.dtype, {}
+        kept: dict[str, Any] = {}
+        if here.type != "cpu":
+            if (group, dtype) not in self._trials:
+                options = self._optimizer.param_groups[group]
+                trial = state_after_trial(self._optimizer, options, dtype, here, here)
+                self._trials[group, dtype] = trial
+            kept = self._trials[group, dtype]
         for key, value in numbers.items():
             if isinstance(value, torch.Tensor):
                 like = kept.get(key, value if kept else shard.tensor)
@@ -154,19 +166,6 @@ class TileStates:
             else:
                 out[key] = copy.deepcopy(value)
         return out
-
-    def _trial(self, shard: ParamShard, group: int) -> dict[str, Any]:
-        """Return the state that the optimizer keeps of a tensor like the tensor of a `shard` that
-        rests on the device.
-        """
-        tensor = shard.tensor
-        key = (group, tensor.dtype)
-        if key not in self._trials:
-            options = self._optimizer.param_groups[group]
-            self._trials[key] = state_after_trial(
-                self._optimizer, options, tensor.dtype, tensor.device, tensor.device
-            )
-        return self._trials[key]
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
@@ -206,7 +205,7 @@ class TileStates:
         # numbers that stand in the optimizer
         keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
         if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
-            with self.lent(tile, write=True):
+            with self.lent(tile):
                 pass
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
@@ -307,24 +306,3 @@ class PartialState:
         steps = label.get("steps", "unknown")  # it may be an older one
         self._note("optimizer.load_state_dict()", f"step count {steps}")
         return {key: value for key, value in state.items() if key != _KEY}
-
-
-def fill_in(
-    packed: dict[int, dict[str, Any]],
-    optimizer: torch.optim.Optimizer,
-    tiles: list[Tile],
-    states: TileStates,
-) -> None:
-    """Put copies of what rests on other tiers into the states of a state_dict. No step is under
-    way.
-    """
-    params = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    numbers = {id(tensor): index for index, tensor in enumerate(params)}
-    for tile in (tile for tile in tiles if tile.method.off_device):
-        with states.lent(tile, write=False) as (_, opened):
-            for shard, state in zip(tile.shards, opened, strict=True):
-                if state:
-                    packed[numbers[id(shard.tensor)]] = {
-                        key: value.clone() if isinstance(value, torch.Tensor) else value
-                        for key, value in state.items()
-                    }

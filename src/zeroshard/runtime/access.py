@@ -11,15 +11,17 @@ next forward. Cost: whatever the request costs; nothing is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from zeroshard.comm.ranks import MeshRanks, Ranks
-from zeroshard.core.placement import Part, Tier
+from zeroshard.core.placement import VALUE, Part, Tier
 from zeroshard.core.precision import LossScaler
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
@@ -32,7 +34,8 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.pipeline import Following
 from zeroshard.runtime.recovery import Recovery
 from zeroshard.runtime.reports import Accounts
-from zeroshard.runtime.rest import Rest, RestingPiece
+from zeroshard.runtime.rest import Rest
+from zeroshard.runtime.segment_states import RestingPiece, SegmentStates, states_at_rest
 from zeroshard.runtime.weights import Weights
 from zeroshard.system.device import Device
 
@@ -143,34 +146,36 @@ class StateAccess:
         """Called when every rank has read the same values for these parameters, given by id."""
         self._faults.overwritten(parameters)
 
-    def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight.
+    def tables(
+        self, averages: Mapping[str, list[torch.Tensor]] = MappingProxyType({})
+    ) -> Collection[SegmentStates]:
+        """Return what rests here, by segment; `averages` beside it, by kind (SegmentStates)."""
+        self.join_step()
+        return states_at_rest(self._weights, self._sharded, averages).values()
+
+    def resting_pieces(
+        self, kinds: Container[str] = (VALUE,), *, share: bool = False
+    ) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight;
+        or other `kinds`.
 
         With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
         are then every element once.
         """
-        self.join_step()
-        return self.rest.pieces(share=share)
+        return chain.from_iterable(table.pieces(kinds, share=share) for table in self.tables())
 
     def stepped_pieces(self) -> Iterator[ParamShard]:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""
         return iter(()) if self._sharded is None else iter(self._sharded.pieces())
 
-    def optimizer_states(
-        self, shard: ParamShard
-    ) -> tuple[dict[str, RestingPiece], dict[str, object]]:
-        """Return the optimizer's state of a shard by key: what has a number per element, where it
-        rests, and the rest.
+    def optimizer_states(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return copies of the states that rest off the device, by key, of the shard that stands as
+        `tensor` in the optimizer.
         """
-        assert self._sharded is not None
-        states, piece, found = self._sharded.states, shard.piece, {}
-        for key in states.moments(shard):
-            state, first = states.at_rest(shard, key)
-            place = slice(first, first + piece.numel)
-            found[key] = RestingPiece(
-                shard.name, shard.parameter, shard.stride, piece.start, piece.stop, state, place
-            )
-        return found, states.numbers(shard)
+        shard = next((one for one in self.stepped_pieces() if one.tensor is tensor), None)
+        if shard is None or self._sharded is None:
+            return {}
+        return self._sharded.states.away(shard)
 
     def set_states(self, set_state: Callable[[ParamShard], None]) -> None:
         """Call `set_state` for everything that the optimizer steps here, and put the state that
@@ -180,7 +185,7 @@ class StateAccess:
         """
         with self._faults.together(lost=True):
             if self._sharded is not None:
-                self._sharded.set_states(set_state)
+                self._sharded.park(set_state)
 
     def finish_step(self) -> None:
         """Return when no step is under way, and one that was taken late is in the weights.
@@ -336,8 +341,10 @@ class StateAccess:
                         segment.renew(self._context.tiering.store)
                         if segment.grad is not None:
                             segment.grad.accumulator.release_idle()
-                if self._sharded is not None:
-                    self._sharded.close_moments()
+                for tile in () if self._sharded is None else self._sharded.tiles:
+                    for storage in tile.segment.moments.values():
+                        storage.close()
+                    tile.segment.moments.clear()
         yield
         if everything:
             self._faults.repaired()

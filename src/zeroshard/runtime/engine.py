@@ -43,7 +43,7 @@ from zeroshard.runtime.join import Average, Join, LeafLoop, refuse_leaves, weigh
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
 from zeroshard.runtime.relayout import OffloadedStates
 from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
-from zeroshard.runtime.rest import RestingPiece
+from zeroshard.runtime.segment_states import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.trace import tracing

@@ -13,7 +13,7 @@ rank's pieces alone are read and written, joined, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 from zeroshard.core.digest import digest_of
+from zeroshard.core.placement import STATE, VALUE
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import Guarded, SealedGrad
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.released import written_to
-from zeroshard.runtime.rest import RestingPiece
+from zeroshard.runtime.segment_states import RestingPiece
 from zeroshard.state.local import local_of, part_within, whole_of
 
 # --------------------------------------------------------------------------------- optimizer states
@@ -81,15 +82,9 @@ class OptimizerStates(Mapping[torch.Tensor, Mapping[str, Any]]):
         """Return the states of a shard, {} before its first step. What rests on the device is the
         optimizer's own and may be changed.
         """
-        own, states = self._joined().get(tensor, {}), states_of(self._engine)
-        shards = (one for one in states.stepped_pieces() if one.tensor is tensor)
-        shard = next(shards, None)
-        pieces = {} if shard is None else states.optimizer_states(shard)[0]
-        copies = {}
-        for key, piece in pieces.items():
-            with piece.borrowed() as numbers:
-                if numbers.data_ptr() != own[key].data_ptr():
-                    copies[key] = numbers.detach().clone().as_subclass(CopiedState)
+        own = self._joined().get(tensor, {})
+        away = states_of(self._engine).optimizer_states(tensor)
+        copies = {key: numbers.as_subclass(CopiedState) for key, numbers in away.items()}
         return MappingProxyType({**own, **copies}) if copies else own
 
     def __contains__(self, tensor: object) -> bool:
@@ -140,7 +135,7 @@ class ParameterStates:
     def master(self, *, local: bool = False) -> torch.Tensor:
         """Return the fp32 master."""
         self._states.finish_step()
-        value = self._read("the master", self._masters(), local)
+        value = self._read("the master", VALUE, local)
         assert value is not None
         return value
 
@@ -162,8 +157,7 @@ class ParameterStates:
         for a key that it does not have.
         """
         self._states.finish_step()
-        moments = [self._states.optimizer_states(shard)[0].get(key) for shard in self._shards()]
-        return self._read(f"state {key!r}", [one for one in moments if one is not None], local)
+        return self._read(f"state {key!r}", f"{STATE}{key}", local)
 
     # ------------------------------------------------------------------ writing
 
@@ -175,7 +169,7 @@ class ParameterStates:
         self._compare("the master", value, local)
         self._states.finish_step()
         with torch.no_grad(), self._states.rewriting():
-            for piece in self._masters():
+            for piece in self._pieces(VALUE):
                 piece.write(part(piece.start, piece.stop))
 
     def set_grad(self, value: torch.Tensor, *, local: bool = False) -> None:
@@ -232,8 +226,8 @@ class ParameterStates:
     def _shards(self) -> list[ParamShard]:
         return [shard for shard in self._states.stepped_pieces() if shard.parameter is self._param]
 
-    def _masters(self) -> list[RestingPiece]:
-        resting = self._states.resting_pieces()
+    def _pieces(self, kind: str) -> list[RestingPiece]:
+        resting = self._states.resting_pieces((kind,))
         return [piece for piece in resting if piece.parameter is self._param]
 
     def _compare(self, what: str, value: torch.Tensor, local: bool) -> None:
@@ -247,21 +241,23 @@ class ParameterStates:
             asked["the numbers"] = digest_of(local_of(value.detach()).float())
         self._states.peers.agree(asked, _CALL)
 
-    def _read(self, what: str, pieces: Sequence[RestingPiece], local: bool) -> torch.Tensor | None:
-        numbers = [_copied(piece) for piece in pieces]
-        return _joined(numbers) if local else self._whole(what, pieces, numbers)
-
-    def _whole(
-        self, what: str, pieces: Sequence[RestingPiece], numbers: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return the whole tensor that the ranks' `pieces` are; None where no rank has any."""
+    def _read(self, what: str, kind: str, local: bool) -> torch.Tensor | None:
+        """Return this rank's part of one kind, or the whole tensor that the ranks' parts are: None
+        where no rank has any.
+        """
+        pieces, numbers = self._pieces(kind), []
+        for piece in pieces:
+            with piece.borrowed() as here:
+                numbers.append(here.detach().float().clone())
+        if local:
+            return _joined(numbers)
         ranges = [(piece.start, piece.stop) for piece in pieces]
         asked = {"parameter": self._name, "read": what}
         everyone = self._states.peers.agree(asked, _CALL, value=ranges)
         if not any(everyone):
             return None
-        param, local = self._param, local_of(self._param)
-        flat = torch.zeros(local.numel(), dtype=torch.float32, device=param.device)
+        param, mine = self._param, local_of(self._param)
+        flat = torch.zeros(mine.numel(), dtype=torch.float32, device=param.device)
         for piece, here in zip(pieces, numbers, strict=True):
             flat[piece.start : piece.stop] = here
         known: list[list[int]] = []
@@ -270,15 +266,25 @@ class ParameterStates:
                 if span not in known:  # else a lower rank has sent it
                     known.append(span)
                     self._states.transport.broadcast(flat[slice(*span)], rank)
-        return whole_of(param, flat.as_strided(local.shape, self._stride()))
+        return whole_of(param, flat.as_strided(mine.shape, self._stride()))
 
     # ------------------------------------------------------------------ values to set
 
     def _parts(self, value: torch.Tensor, local: bool) -> _Part:
         """Return how to cut `value` into the pieces of this rank."""
         if local:
-            take = _StateCut(value)
-            return lambda start, stop: take(stop - start)
+            left = value.reshape(-1)
+
+            def taken(start: int, stop: int) -> torch.Tensor:
+                nonlocal left
+                if stop - start > left.numel():
+                    raise ConfigError(
+                        "value has fewer elements than this rank's part of the parameter"
+                    )
+                part, left = left[: stop - start], left[stop - start :]
+                return part
+
+            return taken
         param, shape = self._param, tuple(self._param.shape)
         if value.numel() != prod(shape):
             raise ConfigError(f"value has shape {tuple(value.shape)}, the parameter {shape}")
@@ -292,24 +298,6 @@ class ParameterStates:
 
     def _stride(self) -> tuple[int, ...]:
         return self._states.parameter_layouts()[id(self._param)][1]
-
-
-class _StateCut:
-    """Takes one piece after the other from a 1-D tensor."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._left = value.reshape(-1)
-
-    def __call__(self, numel: int) -> torch.Tensor:
-        if numel > self._left.numel():
-            raise ConfigError("value has fewer elements than this rank's part of the parameter")
-        taken, self._left = self._left[:numel], self._left[numel:]
-        return taken
-
-
-def _copied(piece: RestingPiece) -> torch.Tensor:
-    with piece.borrowed() as numbers:
-        return numbers.detach().float().clone()
 
 
 def _joined(numbers: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ import torch
 from zeroshard.comm.groups import HandOver
 from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Cells
+from zeroshard.core.placement import VALUE, Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
 from zeroshard.optim.copies import KEPT_STATES
@@ -42,8 +43,8 @@ from zeroshard.optim.shards import Tile
 from zeroshard.runtime.build import Parts, PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.segment import Segment
-from zeroshard.runtime.step_tiles import VALUE, SegmentStates, cut_tiles
-from zeroshard.runtime.unit import Unit
+from zeroshard.runtime.segment_states import SegmentStates, states_at_rest
+from zeroshard.runtime.step_tiles import cut_tiles
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import leave_hollow
 from zeroshard.state.state import State, move
@@ -93,11 +94,12 @@ class OffloadedStates:
         """Bring everything to the host. Collective: peers may read our memory until all have
         come here.
         """
-        for unit in self._weights.units:
-            bring_to_rest(unit, self._weights)
+        bring_to_rest(self._weights)
         self._transports.begin_write()
         for segment in self._weights.segments:
-            self._put_gradient(segment)
+            resting = None if segment.grad is None else segment.grad.accumulator.resting()
+            if resting is not None and resting.on_device:
+                self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
         if self._sharded is not None:
             for shard in self._sharded.pieces():
                 for value in self._sharded.states.of(shard).values():
@@ -105,9 +107,16 @@ class OffloadedStates:
                         self._put(f"{shard.name} state", value, partial(setattr, value, "data"))
                 shard.leave_memory()
         for segment in self._weights.segments:
-            for tensor in _own_memory(segment):
-                if tensor.numel():
-                    self._put_memory(segment.key, tensor)
+            flat, master = segment.flat, segment.master
+            full = None if flat.window is None else flat.window.full
+            if full is not None and full.untyped_storage().resizable():
+                self._put_memory(segment.key, full)
+            elif flat.coded_rest is not None:
+                self._put_memory(segment.key, flat.coded_rest.encoded)
+            elif flat.rest.tensor is not None:
+                self._put_memory(segment.key, flat.rest.tensor)
+            if master is not None and master.tensor is not None and segment.aliased < master.split:
+                self._put_memory(segment.key, master.tensor)
         self._weights.availability.offloaded(True)
 
     def end(self) -> None:
@@ -128,22 +137,24 @@ class OffloadedStates:
         move(State(tensor.detach().reshape(-1)), out)
         return out
 
-    def _put_gradient(self, segment: Segment) -> None:
-        resting = None if segment.grad is None else segment.grad.accumulator.resting()
-        if resting is None or not resting.on_device:
-            return
-        self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
-
     def _put(
         self, name: str, tensor: torch.Tensor, replace: Callable[[torch.Tensor], object]
     ) -> None:
         """Take away a tensor that the user may see: a placeholder is put in its place."""
         away, device = self._copy_out(name, tensor), tensor.device
+
+        def bring_back() -> None:
+            out = torch.empty(away.numel, dtype=away.dtype, device=device)
+            move(away, State(out))
+            replace(out)
+
         replace(placeholder(tensor.shape, tensor.dtype, device))
-        self._returns.append(lambda: replace(_on_device(away, device)))
+        self._returns.append(bring_back)
 
     def _put_memory(self, key: str, tensor: torch.Tensor) -> None:
         """Take away the memory of a tensor, which stays where it is: views refer to it."""
+        if not tensor.numel():
+            return
         away, memory = self._copy_out(key, tensor), tensor.untyped_storage()
         num_bytes = memory.nbytes()
 
@@ -156,37 +167,13 @@ class OffloadedStates:
         self._returns.append(bring_back)
 
 
-def _on_device(state: State, device: torch.device) -> torch.Tensor:
-    """Return the numbers of a state as a tensor of their own on `device`."""
-    out = torch.empty(state.numel, dtype=state.dtype, device=device)
-    move(state, State(out))
-    return out
-
-
-def bring_to_rest(unit: Unit, weights: Weights) -> None:
-    """Bring a unit to rest, whatever row it is."""
-    weights.bring_to_rest(unit)
-    for segment in unit.segments:
-        segment.flat.release_column()
-        segment.wait_uploads()
-
-
-def _own_memory(segment: Segment) -> Sequence[torch.Tensor]:
-    """Return this rank's device memory of a segment's weights and master, each once."""
-    flat, found = segment.flat, []
-    if flat.window is not None:
-        whole = flat.window.full is not None and flat.window.full.untyped_storage().resizable()
-        found.append(
-            flat.window.full if whole and flat.window.full is not None else flat.rest.whole
-        )
-    elif flat.coded_rest is not None:
-        found.append(flat.coded_rest.encoded)
-    elif flat.rest.tensor is not None:
-        found.append(flat.rest.tensor)
-    master = segment.master
-    if master is not None and master.tensor is not None and segment.aliased < master.split:
-        found.append(master.tensor)
-    return found
+def bring_to_rest(weights: Weights) -> None:
+    """Bring all units to rest, whatever rows they are."""
+    for unit in weights.units:
+        weights.bring_to_rest(unit)
+        for segment in unit.segments:
+            segment.flat.release_column()
+            segment.wait_uploads()
 
 
 def _release_pages(tensor: torch.Tensor) -> None:
@@ -222,36 +209,6 @@ class Facts:
     states: dict[str, dict[str, tuple[str, list[str]]]] = field(default_factory=dict)
     # by parameter: the optimizer's states of one number
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def _wanted(planned: PlannedUnits, *, trains: bool) -> dict[str, tuple[Range, Range]]:
-    """Return, by segment, the elements of values and of other states that will rest here."""
-    out = {}
-    for plan in (plan for group in planned.segments for plan in group):
-        layout, rank = plan.layout, plan.rank
-        weight = layout.span(rank, layout.scope(plan.cells.weight))
-        if not plan.trainable:
-            out[plan.key] = (weight, _NOTHING)
-            continue
-        stepped = layout.span(rank, layout.scope(plan.cells.optim))
-        values = (min(weight[0], stepped[0]), max(weight[1], stepped[1])) if trains else weight
-        out[plan.key] = (values, stepped if trains else _NOTHING)
-    return out
-
-
-def segments_of(parts: Parts, averages: Sequence[list[torch.Tensor]]) -> dict[str, SegmentStates]:
-    """Return what rests on this rank, by segment; `averages`: of each moving average (ema.py), its
-    tensors by trained segment.
-    """
-    sharded, out, number = parts.sharded, dict[str, SegmentStates](), 0
-    tiles: dict[str, list[Tile]] = {}
-    for tile in () if sharded is None else sharded.tiles:
-        tiles.setdefault(tile.segment.key, []).append(tile)
-    for segment in parts.weights.segments:
-        cut, optimizer = tiles.get(segment.key, ()), None if sharded is None else sharded.states
-        out[segment.key] = SegmentStates(segment, cut, optimizer, averages, number)
-        number += segment.master is not None
-    return out
 
 
 def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
@@ -292,12 +249,12 @@ class Move:
         self,
         hand_over: HandOver,
         parts: Parts,
-        averages: Sequence[list[torch.Tensor]],
+        averages: Mapping[str, list[torch.Tensor]],
         *,
         has_states: bool,
     ) -> None:
         """`parts`: of this rank's engine, in which (`has_states`) the old layout rests;
-        `averages`: see `segments_of`.
+        `averages`: see SegmentStates.
         """
         self.error: StorageError | None = None  # the first read that has failed
         self.cut: list[list[Tile]] = []  # by trained segment of the new layout
@@ -305,7 +262,9 @@ class Move:
         self._parts = parts
         self._sharded = parts.sharded  # the tie to the optimizer, if there is one
         self._averages = averages
-        self._segments = segments_of(parts, averages) if has_states else {}
+        self._segments = (
+            states_at_rest(parts.weights, parts.sharded, averages) if has_states else {}
+        )
         self._all_facts: Sequence[Facts] = ()  # by rank
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
@@ -316,9 +275,14 @@ class Move:
         state that cannot be cut.
         """
         facts = facts_of(self._segments)
-        if planned is None:
-            return facts
-        return replace(facts, wanted=_wanted(planned, trains=self._sharded is not None))
+        for plan in () if planned is None else chain.from_iterable(planned.segments):
+            layout, rank, cells = plan.layout, plan.rank, plan.cells
+            values, stepped = layout.span(rank, layout.scope(cells.weight)), _NOTHING
+            if plan.trainable and self._sharded is not None:
+                stepped = layout.span(rank, layout.scope(cells.optim))
+                values = (min(values[0], stepped[0]), max(values[1], stepped[1]))
+            facts.wanted[plan.key] = (values, stepped)
+        return facts
 
     def begin(self, all_facts: Sequence[Facts]) -> None:
         """Bring the old layout to rest, and wait until no rank reads another's memory; `all_facts`:
@@ -332,12 +296,14 @@ class Move:
                     known.setdefault(state, (getattr(torch, dtype), set()))[1].update(parameters)
             for name, numbers in facts.numbers.items():
                 if not self._numbers.get(name):
-                    self._numbers[name] = numbers
+                    device = self._parts.context.device
+                    self._numbers[name] = {
+                        key: _tensor(device, *number) for key, number in numbers.items()
+                    }
         if self._segments:
             parts = self._parts
             parts.backward.abandon()
-            for unit in parts.weights.units:
-                bring_to_rest(unit, parts.weights)
+            bring_to_rest(parts.weights)
             parts.context.transports.begin_write()
             parts.context.memory.release_idle()
 
@@ -347,52 +313,41 @@ class Move:
         """
         if self._segments:
             if not stays:
-                for average in self._averages:
+                for average in self._averages.values():
                     average.clear()
                 if self._sharded is not None:
                     self._sharded.leave()
             self._parts.context.close()
             self._parts.context.memory.release_idle()
 
-    def _take(self, key: str, state: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's own share of a state of a segment, on the host, and give the memory
-        back in which the state rested.
+    def _bring(self, key: str, kind: str, numel: int) -> torch.Tensor:
+        """Move a state of a segment: read this rank's own share, give back the memory in which it
+        rested, and send it. Return its buffer [numel] on the host with everything that this rank
+        wants of it, zero elsewhere. Collective.
         """
-        if not self._segments:
-            return torch.empty(0, dtype=dtype)
-        states = self._segments[key]
-        start, stop = own = states.segment.flat.own_span
-        try:
-            out = states.read(state, own, dtype)
-        except StorageError as error:
-            self.error = self.error or error
-            out = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
-        states.drop(state)
-        return_freed_memory()  # of this state, and of what the one before has travelled in
-        return out
-
-    def _bring(self, key: str, state: str, numel: int) -> torch.Tensor:
-        """Move a state of a segment; return its buffer [numel] on the host with everything that
-        this rank wants of it, zero elsewhere. Collective.
-        """
-        dtype, _ = self._states[key][state]
+        dtype, _ = self._states[key][kind]
+        mine = torch.empty(0, dtype=dtype)
+        if self._segments:
+            states = self._segments[key]
+            start, stop = own = states.segment.flat.own_span
+            try:
+                mine = states.read(kind, own, dtype)
+            except StorageError as error:
+                self.error = self.error or error
+                mine = torch.full((stop - start,), placeholder_value(dtype), dtype=dtype)
+            states.drop(kind)
+            return_freed_memory()  # of this state, and of what the one before has travelled in
         held = [facts.held.get(key, _NOTHING) for facts in self._all_facts]
         spans = [facts.wanted.get(key, (_NOTHING, _NOTHING)) for facts in self._all_facts]
-        wanted = [span[state != VALUE] for span in spans]
-        mine = self._take(key, state, dtype)
         out = torch.zeros(numel, dtype=dtype)
-        self._hand_over.move(held, wanted, mine, out)
+        self._hand_over.move(held, [span[kind != VALUE] for span in spans], mine, out)
         return out
-
-    def _beside_values(self, key: str) -> list[str]:
-        """Return the other states of a segment, in the order in which they travel."""
-        return sorted(state for state in self._states[key] if state != VALUE)
 
     def give_all(self) -> None:
         """Move everything without a part in the new layout. Collective."""
-        for key in self._states:
-            for state in (VALUE, *self._beside_values(key)):
-                self._bring(key, state, 0)
+        for key, kinds in self._states.items():
+            for kind in (VALUE, *sorted(kinds.keys() - {VALUE})):
+                self._bring(key, kind, 0)
 
     def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
         out = self._bring(plan.key, VALUE, plan.layout.numel)
@@ -402,38 +357,18 @@ class Move:
         ]
 
     def built(self, segment: Segment, cells: Cells) -> None:
-        tiles: list[Tile] = []
+        flat, tiles = segment.flat, list[Tile]()
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, segment.flat.context)
+            tiles = cut_tiles(segment, cells, flat.context)
             self.cut.append(tiles)
-            self._set_numbers(tiles)
-        optimizer = None if self._sharded is None else self._sharded.states
-        here = SegmentStates(segment, tiles, optimizer, self._averages, len(self.cut) - 1)
-        for state in self._beside_values(segment.key):
-            self._write(here, state)
-
-    def _write(self, here: SegmentStates, state: str) -> None:
-        """Move a state into the new layout. The host holds nothing of it afterwards, when the next
-        one comes.
-        """
-        key, flat = here.segment.key, here.segment.flat
-        numbers = self._bring(key, state, flat.layout.numel)[slice(*flat.stepped)]
-        with flat.context.faults.noted(lost=True):
-            here.write(state, numbers, self._states[key][state][1])
-
-    def _set_numbers(self, tiles: Sequence[Tile]) -> None:
-        assert self._sharded is not None
-        sharded = self._sharded
-        group_of = {
-            id(one): index for index, group in enumerate(sharded.parameters) for one in group
-        }
-        for shard in (shard for tile in tiles for shard in tile.shards):
-            found = self._numbers.get(shard.name)
-            if found:
-                where, group = shard.tensor.device, group_of[id(shard.parameter)]
-                numbers = {key: _tensor(where, *number) for key, number in found.items()}
-                placed = sharded.states.placed(shard, group, numbers)
-                sharded.optimizer.state[shard.tensor] = placed
+        here = SegmentStates(segment, tiles, self._sharded, self._averages, len(self.cut) - 1)
+        here.set_numbers(self._numbers)
+        kinds = self._states[segment.key]
+        for kind in sorted(kinds.keys() - {VALUE}):
+            numbers = self._bring(segment.key, kind, flat.layout.numel)[slice(*flat.stepped)]
+            with flat.context.faults.noted(lost=True):
+                here.write(kind, numbers, kinds[kind][1])
+            del numbers  # the host holds nothing of it when the next one comes
 
 
 def _tensor(where: torch.device, value: Any, dtype: str = "", kept_on: str = "cpu") -> Any:

@@ -1,8 +1,8 @@
-"""The states at rest on this rank, for those who write them outside a step: averages, loaded
+"""The masters and weights at rest, for those who write them outside a step: averages, loaded
 weights, the step's own publish.
 
     with rest.rewriting():          every rank is done reading the weights
-        ... write masters() or pieces() ...
+        ... write masters() or pieces ...
                                     the weights follow the masters, and every rank may read them
                                     again
 
@@ -12,74 +12,17 @@ publish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from zeroshard.comm.levels import Transports
-from zeroshard.core.layout import Range
 from zeroshard.core.residency import UnitState
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.context import Faults
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
-from zeroshard.state.state import State
-
-
-def values_of(segment: Segment) -> tuple[State, Range]:
-    """Return what holds the values of a segment, its master or else its weights at rest, and which
-    elements of the flat buffer these are.
-    """
-    flat = segment.flat
-    return (flat.rest, flat.rest_span) if segment.master is None else (segment.master, flat.stepped)
-
-
-@dataclass(frozen=True)
-class RestingPiece:
-    """Elements ``start`` to ``stop`` of one parameter, in the order in which its memory holds
-    them, at rest on this rank, on whatever tier: of its value, or of another state.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    stride: tuple[int, ...]
-    start: int
-    stop: int
-    state: State
-    place: slice  # in the state
-    # of a value: which of `Rest.masters()` it lies in; None for a frozen parameter's
-    master: int | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The numbers [stop - start] of a state that lies on the device."""
-        return self.state.whole[self.place]
-
-    def part(self, start: int, stop: int) -> RestingPiece:
-        """Return elements [start, stop) of the parameter, which it has."""
-        first = self.place.start - self.start
-        return replace(self, start=start, stop=stop, place=slice(first + start, first + stop))
-
-    def average(self, averages: Sequence[torch.Tensor]) -> RestingPiece | None:
-        """Return the same elements in `averages`, which are tensors like `Rest.masters()`; None
-        for a frozen parameter's.
-        """
-        if self.master is None:
-            return None
-        return replace(self, state=State(averages[self.master]))
-
-    def borrowed(self, *, write: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """Lend the numbers [stop - start]; written only inside ``Engine.states.rewriting()``."""
-        return self.state.borrowed(self.place.start, self.place.stop, write=write)
-
-    def write(self, numbers: torch.Tensor) -> None:
-        """Write `numbers` [stop - start], of any dtype, here; only inside
-        ``Engine.states.rewriting()``. What was there is not read.
-        """
-        self.state.put(self.place.start, self.place.stop, numbers)
 
 
 class Rest:
@@ -231,33 +174,3 @@ class Rest:
                 " zs.EMA needs: leave offload.optimizer on the device"
             )
         return [state.whole for state in states]
-
-    def pieces(self, *, share: bool) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight.
-
-        With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
-        are then every element once.
-        """
-        number = -1
-        for unit in self._weights.units:
-            for segment in unit.segments:
-                flat, has_master = segment.flat, segment.master is not None
-                number += has_master
-                target, held = values_of(segment)
-                # the rest comes from them
-                by_peers = not has_master and not (
-                    flat.replicated and flat.stepped == flat.rest_span
-                )
-                mine = flat.own_span if share or by_peers else held
-                base = mine[0] - held[0]
-                for piece in flat.layout.pieces_in(mine):
-                    yield RestingPiece(
-                        piece.name,
-                        segment.parameters[piece.index],
-                        flat.strides[piece.index],
-                        piece.start,
-                        piece.stop,
-                        target,
-                        slice(base + piece.shard_start, base + piece.shard_stop),
-                        number if has_master else None,
-                    )

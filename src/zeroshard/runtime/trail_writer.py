@@ -41,7 +41,7 @@ import torch
 import xxhash
 
 from zeroshard.core.layout import Piece, Range
-from zeroshard.core.placement import Scope
+from zeroshard.core.placement import STATE, VALUE, Scope
 from zeroshard.core.resting import tiles
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
 from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
@@ -313,17 +313,19 @@ class TrailWriter:
             return
         self._states.join_step()
         with self._file.losing():
-            for shard in self._states.stepped_pieces():
-                moments, numbers = self._states.optimizer_states(shard)
-                for key, resting in moments.items():
+            for table in self._states.tables():
+                for resting in (one for one in table.pieces() if one.kind != VALUE):
+                    phase = f"state {resting.kind.removeprefix(STATE)}"
                     begin, end = resting.place.start, resting.place.stop
                     for low, high in tiles(begin, end, _TILE):
                         with resting.state.borrowed(low, high, write=False) as part:
                             start = resting.start + low - begin
-                            self._add_slice(hashes, f"state {key}", shard.name, start, part)
-                if shard.piece.start == 0:  # a number of the whole parameter: it counts once
+                            self._add_slice(hashes, phase, resting.name, start, part)
+                numbers = table.numbers()
+                # a number of the whole parameter: it counts once
+                for shard in (one for one in table.shards if one.piece.start == 0):
                     ranks = self._replay.first(shard.name) if self._replay else []
-                    for key, value in numbers.items():
+                    for key, value in numbers[shard.name].items():
                         number = xxhash.xxh3_64_intdigest(f"{shard.name} {_text(value)}".encode())
                         hashes.add(f"state {key}", self._unit_of[shard.name], number, ranks)
             for unit, segment in self._trained:

@@ -499,23 +499,19 @@ class Whole:
 
     def _restore_plain(self, segment: Segment) -> None:
         segment.user_view.answer(released=False)
-        values = (
-            self._whole_masters(segment)
-            if _is_in_master(segment)
-            else [local_of(parameter).data for parameter in segment.parameters]
-        )
+        if not _is_in_master(segment):
+            values = [local_of(parameter).data for parameter in segment.parameters]
+        else:
+            master, flat = segment.master, segment.flat
+            assert master is not None
+            here = master.tensor if master.on_device else None
+            if here is None:
+                here = self._copy_of(master, 0, master.numel, flat.full.device)
+            whole = self._gather(f"{segment.key}.master", segment, here)
+            values = flat.buffer.views_of(whole)
         for parameter, value, dtype in zip(segment.parameters, values, segment.given, strict=True):
             point_at(parameter, torch.empty_like(value, dtype=dtype).copy_(value))
             del parameter.grad
-
-    def _whole_masters(self, segment: Segment) -> list[torch.Tensor]:
-        """Return the masters of a segment [each parameter's shape]."""
-        master = segment.master
-        assert master is not None
-        here = master.tensor if master.on_device else None
-        if here is None:
-            here = self._copy_of(master, 0, master.numel, segment.flat.full.device)
-        return segment.flat.buffer.views_of(self._gather(f"{segment.key}.master", segment, here))
 
     def _gather(self, key: str, segment: Segment, local: torch.Tensor) -> torch.Tensor:
         """Return every rank's slice of what `local`, of the range that this rank steps, is here;

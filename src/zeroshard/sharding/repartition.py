@@ -53,7 +53,8 @@ from zeroshard.runtime.build import Parts, PlannedUnits, build_units, plan_units
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.ema import averages_of, updates_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
-from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters, segments_of
+from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters
+from zeroshard.runtime.segment_states import states_at_rest
 from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of
 
@@ -235,7 +236,8 @@ class Repartition:
                 " optimizer.step() or zero_grad()"
             )
         parts.check_at_rest(_CALL)
-        facts_of(segments_of(parts, _averages(engine)))  # raises for state that cannot be cut
+        # raises for state that cannot be cut
+        facts_of(states_at_rest(parts.weights, parts.sharded, _averages(engine)))
         old, new = set(self._ranks), set() if mesh is None else set(mesh.mesh.flatten().tolist())
         if mesh is not None and new - old and old - new:  # some leave and others come
             raise ConfigError(
@@ -512,5 +514,5 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _averages(engine: Engine) -> list[list[torch.Tensor]]:
-    return [ema.averages for ema in averages_of(engine)]
+def _averages(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    return {f"average {index}": one.averages for index, one in enumerate(averages_of(engine))}

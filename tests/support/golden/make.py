@@ -104,15 +104,7 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
         7: b"\x00\xff",
     }
     zs.save(folder, engine, step=STEP, states={"schedule": schedule, "average": ema}, extra=extra)
-    pieces: list[Any] = []
-    for piece in states_of(engine).resting_pieces(share=True):
-        pieces.append([piece.name, "value", piece.start, piece.tensor.float().tolist()])
-        average = piece.average(ema.averages)
-        if average is not None:
-            pieces.append([piece.name, "average", piece.start, average.tensor.tolist()])
-    for owned in states_of(engine).stepped_pieces():
-        for key, value in optimizer.state[owned.tensor].items():
-            pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
+    pieces = pieces_of(engine, optimizer, ema)
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]
     rest = {
         "seen": model.seen.tolist(),
@@ -122,6 +114,18 @@ def write(rank: int, world: int, folder: Path) -> dict[str, Any]:
     }
     engine.close()
     return {"pieces": pieces, **rest}
+
+
+def pieces_of(engine: zs.Engine, optimizer: torch.optim.Optimizer, ema: zs.EMA) -> list[Any]:
+    """Return what rests on this rank: [[name, kind, start, values], ...]."""
+    pieces: list[Any] = []
+    for table in states_of(engine).tables({"average": ema.averages}):
+        for piece in table.pieces(("value", "average"), share=True):
+            pieces.append([piece.name, piece.kind, piece.start, piece.tensor.float().tolist()])
+    for owned in states_of(engine).stepped_pieces():
+        for key, value in optimizer.state.get(owned.tensor, {}).items():
+            pieces.append([owned.name, f"state.{key}", owned.piece.start, value.tolist()])
+    return pieces
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
