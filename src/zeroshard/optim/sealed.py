@@ -22,66 +22,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import StateError
 
-_METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "grad_fn",
-            "requires_grad",
-            "is_leaf",
-            "layout",
-            "ndim",
-            "is_sparse",
-            "is_cuda",
-            "is_cpu",
-        ),
-        # Dynamo asks for these
-        *(
-            "grad",
-            "_base",
-            "_version",
-            "is_meta",
-            "is_mkldnn",
-            "is_nested",
-            "is_quantized",
-            "is_sparse_csr",
-        ),
-    )
-)
-_QUERIES = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        *(
-            "size",
-            "dim",
-            "numel",
-            "nelement",
-            "ndimension",
-            "element_size",
-            "is_floating_point",
-            "is_complex",
-            "get_device",
-            "__hash__",
-        ),
-        *(
-            "_is_view",
-            "is_conj",
-            "is_contiguous",
-            "is_inference",
-            "is_neg",
-            "is_shared",
-            "storage_offset",
-            "stride",
-            "untyped_storage",
-        ),
-    )
-)
+# from "grad" on: Dynamo asks for these
+_METADATA = frozenset(getattr(torch.Tensor, name).__get__ for name in (
+    "shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim",
+    "is_sparse", "is_cuda", "is_cpu", "grad", "_base", "_version", "is_meta", "is_mkldnn",
+    "is_nested", "is_quantized", "is_sparse_csr",
+))  # fmt: skip
+_QUERIES = frozenset(getattr(torch.Tensor, name) for name in (
+    "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
+    "is_complex", "get_device", "__hash__", "_is_view", "is_conj", "is_contiguous", "is_inference",
+    "is_neg", "is_shared", "storage_offset", "stride", "untyped_storage",
+))  # fmt: skip
 _KEEPERS = frozenset((torch.Tensor.requires_grad_, torch.Tensor.detach_))
 
 # What a parameter without numbers (released, or deferred) answers as it is: nothing of this reads
@@ -219,22 +174,9 @@ class SealedGrad(torch.Tensor):
         raise _refusal(str(func), (args, kwargs))
 
 
-def _find(value: Any) -> SealedGrad | None:
-    if isinstance(value, SealedGrad):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = _find(item)
-            if found is not None:
-                return found
-    return None
-
-
 def _refusal(operation: str, arguments: Any) -> StateError:
-    sealed = _find(arguments)
-    name = sealed._name if sealed is not None else "?"
+    sealed = (one for one in tree_leaves(arguments) if isinstance(one, SealedGrad))
+    name = next((one._name for one in sealed), "?")
     return StateError(
         f"the gradient of {name!r} rests sharded and cannot be read by"
         f" {operation.strip('_') or operation}: clip with engine.clip_grad_norm_(max_norm), read it"
