@@ -38,8 +38,8 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.guards import Watch
+from zeroshard.runtime.leaf_bucket import LeafBucket, OwnLeafBucket
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
@@ -390,13 +390,10 @@ def _bucket_of(plan: SegmentPlan, splits: Splits, flat: FlatWeights, context: Co
     accumulator = Accumulator(
         plan, flat, context, store=store, split=splits.grad, off_device=off_device
     )
-    precision, rest = plan.precision(context), store if plan.sums_micro_batches else None
-    micro_batches, own = MicroBatchSum(flat, context, precision.accumulate, rest), None
-    if context.leaves is not None and context.leaves.is_local:
-        own = OwnLeaves(flat, context, precision.wire, rest)
-    return Bucket(
-        plan, flat, context, accumulator=accumulator, micro_batches=micro_batches, own_leaves=own
-    )
+    kind = Bucket
+    if context.leaves is not None:
+        kind = OwnLeafBucket if context.leaves.is_local else LeafBucket
+    return kind(plan, flat, context, accumulator=accumulator, store=store)
 
 
 # --------------------------------------------------------------------------- the parts of an engine
