@@ -139,11 +139,9 @@ class Finalizer:
         # whether all averages are finite, as the ranks have agreed; None: not yet
         self._finite: bool | None = None
         self._set = False  # whether averages were set by hand since
+        control, seal = context.transport.control, backward.seal
         self._assigned = AssignedGradients(
-            backward.parameters,
-            backward.decisions,
-            context.transport.control,
-            seal=backward.seal,
+            backward.parameters, backward.decisions, control, seal=seal
         )
 
     @property
@@ -187,11 +185,8 @@ class Finalizer:
                 answers = self._average_and_compare(divisor, norm)
             self._assigned.compare()
             united = self._unite(answers)
-            weight = total_weight(
-                [one.kinds for one in answers],
-                [one.weight for one in answers],
-                shared=backward.share is not None,
-            )
+            kinds, weights = [one.kinds for one in answers], [one.weight for one in answers]
+            weight = total_weight(kinds, weights, shared=backward.share is not None)
             # an average that is not finite here, and what other groups are to have done alike
             scale = 1.0 if self._scaler is None else self._scaler.scale
             bad = next((answer.bad for answer in answers if answer.bad), "")

@@ -67,8 +67,9 @@ class LeafBucket(Bucket):
             self._slices.reset()
             self._first_in = resting
         if len(spans) > 1 or not self._slices.takes(spans[0]):
-            out, adds, then = self._memory.empty(len(spans) * out.numel()), False, ()
-            self._apart = spans, out
+            if len(spans) > 1 or not then:  # else it is memory of its own
+                out = self._memory.empty(len(spans) * out.numel())
+            self._apart, adds, then = (spans, out), False, ()
         return super()._hand_over(out, then, adds=adds, **options)
 
     def wait(self, *, block: bool = True) -> None:
