@@ -28,9 +28,10 @@ from zeroshard.errors import StateError
 
 # from "grad" on: Dynamo asks for these
 _METADATA = frozenset(getattr(torch.Tensor, name).__get__ for name in (
+    "is_cuda",
     "shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf", "layout", "ndim",
-    "is_sparse", "is_cuda", "is_cpu", "grad", "_base", "_version", "is_meta", "is_mkldnn",
-    "is_nested", "is_quantized", "is_sparse_csr",
+    "is_sparse", "is_cpu", "grad", "_base", "_version", "is_meta", "is_mkldnn", "is_nested",
+    "is_quantized", "is_sparse_csr",
 ))  # fmt: skip
 _QUERIES = frozenset(getattr(torch.Tensor, name) for name in (
     "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
