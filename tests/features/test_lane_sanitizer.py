@@ -296,7 +296,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["Gradient.wait_writes"], "zero3", "grad", "fp32"),
         (["_HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
-        (["MicroBatchSum.move_to"], "zero1", "grad", "bf16"),
+        (["Bucket._move_sum"], "zero1", "grad", "bf16"),
         (["gather_bytes"], "zero3", "device", "bf16"),
         (["_fill"], "zero3", "optimizer", "bf16"),
         (["read_squares"], "zero3", "fraction", "fp32"),

@@ -32,13 +32,13 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.engine import states_of
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
-from zeroshard.runtime.own_sums import MicroBatchSum
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.sharding import api
 from zeroshard.state.norms import ExactSum
+from zeroshard.state.sums import TreeSums
 from zeroshard.tier.store import Store
 
 
@@ -211,7 +211,7 @@ class Commands:
                 lambda one: f"bucket {one.key}" if one.loan else f"bucket at rest {one.key}",
                 lambda one: one.num_bytes,
             ),
-            (MicroBatchSum, "_open", lambda one: f"partial {one._flat.key}", lambda _: None),
+            (TreeSums, "_make", lambda one: f"partial {one._key}", lambda _: None),
         ]
         around: list[tuple[type, str, Callable[..., Any]]] = [
             (Residency, "acquire", self._acquire),
@@ -289,10 +289,7 @@ class Commands:
             self._starting = None
 
     def _reduce_inside(self, original: Callable[..., Any], bucket: Bucket, **options: Any) -> Any:
-        is_there = bucket._node_sum is not None
         flight = original(bucket, **options)
-        if not is_there:
-            self._note("partial", bucket.key)
         if bucket.reduction is not None:
             self._last = bucket.reduction.flight
         return self._starts("reduce inside", bucket, flight)

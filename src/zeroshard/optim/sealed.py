@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import StateError
 
@@ -193,22 +194,9 @@ class SealedGrad(Guarded, torch.Tensor):
         raise _refusal(str(func), (args, kwargs))
 
 
-def _find(value: Any) -> SealedGrad | None:
-    if isinstance(value, SealedGrad):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = _find(item)
-            if found is not None:
-                return found
-    return None
-
-
 def _refusal(operation: str, arguments: Any) -> StateError:
-    sealed = _find(arguments)
-    name = sealed._name if sealed is not None else "?"
+    sealed = (one for one in tree_leaves(arguments) if isinstance(one, SealedGrad))
+    name = next((one._name for one in sealed), "?")
     return StateError(
         f"the gradient of {name!r} rests sharded and cannot be read by"
         f" {operation.strip('_') or operation}: clip with engine.clip_grad_norm_(max_norm), read it"

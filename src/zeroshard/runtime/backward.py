@@ -51,7 +51,14 @@ from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.reductions import Reductions
-from zeroshard.runtime.trainable import ASSIGNED, TrainableParameters, Trained, names_of, seal
+from zeroshard.runtime.trainable import (
+    ASSIGNED,
+    FrozenParameters,
+    TrainableParameters,
+    Trained,
+    names_of,
+    seal,
+)
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.gradient import Gradient
@@ -88,22 +95,16 @@ class Backward:
         self._begun_at: tuple[Sequence[Unit], Any] = ((), None)
         self.zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
-        self._frozen: list[tuple[str, nn.Parameter]] = []  # that the optimizer was given
         # in unit order
         self.buckets = [bucket for unit in self._trainable for bucket in unit.buckets]
         self.parameters = TrainableParameters(self._trainable)
+        self.frozen = FrozenParameters(self.parameters)
 
     def attach(self, optimizer: SealedShards) -> None:
         """Let the gradients rest for `optimizer` alone, which seals its shards of them."""
         self.optimizer = optimizer
         self.decisions.attach(optimizer.optimizer)
-        stepped = set(map(id, chain(*optimizer.parameters)))
-        self._frozen = [
-            (name, parameter)
-            for segment in self._weights.segments
-            for name, parameter in zip(segment.names, segment.parameters, strict=True)
-            if segment.grad is None and id(parameter) in stepped
-        ]
+        self.frozen.attach(optimizer, self._weights.segments)
 
     # ------------------------------------------------------------------ how a backward is run
 
@@ -193,7 +194,9 @@ class Backward:
     @property
     def running(self) -> bool:
         """Whether a backward is under way."""
-        return bool(self._pass.tasks) or self._pass.driven or self._pass.awaits_outer
+        current = self._pass
+        driven = current.units is not None and not current.ended  # by a schedule, now
+        return bool(current.tasks) or driven or current.awaits_outer
 
     def begin_units(
         self, units: Sequence[Unit], epoch: int, events: StepEvents, grad: torch.Tensor
@@ -299,7 +302,7 @@ class Backward:
             if alive is None:
                 return
             one, grad, task = alive.parameters[number], parameter.grad, running()
-            if type(grad) is not plain and isinstance(grad, SealedGrad):  # no hook came before
+            if type(grad) is SealedGrad:  # no hook came before
                 grad = grad.accumulated()
                 alive.enter()
             # before the pass begins: it was None before autograd came, which tells what the user
@@ -466,8 +469,10 @@ class Backward:
                     return False
         if was_left:
             self.reductions.open_zeros(unit, sync=self.mode.sync)
-        for one in current.left(unit) if current.assigned else ():
-            self._add(one, one.take())
+        if current.assigned and current.brings:  # autograd has added nothing to some
+            for one in self.parameters.assigned([unit]):
+                if one in current.assigned:
+                    self._add(one, one.take())
         unit.expect_no_more()
         if self.reductions.start(unit, sync=self.mode.sync, with_earlier=current.brings):
             current.reduced[unit.index] = self._weights.schedule.num_gathered
@@ -527,15 +532,6 @@ class Backward:
         else:
             self._weights.end_backward()
         self.seal()
-
-    def note_ignored(self) -> str:
-        """Return the names of frozen parameters that carry a gradient, which the optimizer would
-        step without an engine, and let the ranks compare them.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            if names := ", ".join(name for name, one in self._frozen if one.grad is not None):
-                self.decisions.note("the frozen parameters with a .grad", names)
-        return names
 
     @property
     def gradients(self) -> list[Gradient]:

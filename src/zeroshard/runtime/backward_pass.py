@@ -252,11 +252,6 @@ class BackwardPass:
     # by graph task: of the last outputs, and how many units were entered before that
     nodes: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
-    @property
-    def driven(self) -> bool:
-        """Whether a schedule runs it, now."""
-        return self.units is not None and not self.ended
-
     def bring(self, task: int) -> None:
         """A gradient comes, brought by graph task `task`."""
         self.brings, self.brought = True, task
@@ -264,15 +259,6 @@ class BackwardPass:
     def end(self) -> None:
         """No gradient comes any more."""
         self.ended = True
-
-    def left(self, unit: Unit) -> list[Trained]:
-        """Return the parameters in `unit` with assigned gradients that autograd has added nothing
-        to; none in a pass that brings no gradients.
-        """
-        if not (self.assigned and self.brings):
-            return []
-        with torch._C.DisableTorchFunctionSubclass():
-            return [one for one in self.assigned if one.unit is unit and one.is_assigned]
 
     @property
     def in_checkpoint(self) -> bool:
@@ -307,11 +293,6 @@ class Accumulation:
         self.kinds = 0  # of backwards
         self._weight: Fraction | int = 0  # the exact sum of their weights
         self._weighs = True  # whether none of these is negative or not finite
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the step divides by the weights of all ranks."""
-        return self.kinds == WEIGHTED
 
     def check(self, *, scaled: bool, divisor: int = 1) -> None:
         """Raise StateError where a backward of a `scaled` loss, or of another, cannot be added, or
@@ -376,16 +357,16 @@ class Accumulation:
         """The gradients have been averaged, or stepped."""
         self.changed = False
 
+    def forget_count(self) -> None:
+        """Other ranks may have cleared what they had; none has come here."""
+        self.micro_batches = UNKNOWN
+
     def clear(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
         self.changed, self.divisor = True, 1
         self.forget_weights()
         self.micro_batches = micro_batches
-
-    def forget_count(self) -> None:
-        """Other ranks may have cleared what they had; none has come here."""
-        self.micro_batches = UNKNOWN
 
     def forget_weights(self) -> None:
         """All gradients that rest here are zeros (``zero_grad(set_to_none=False)``)."""

@@ -6,18 +6,17 @@
     S, inside no_sync      the same
     P, inside no_sync      param.grad --add--> sum of micro-batches .. --cast--> buffer --reduce-->
     P of a node, inside    param.grad --copy--> buffer --reduce inside--> sum of the node .. ----->
-    P, own leaves          param.grad --add--> binary counter ...... --add--> buffer --reduce-->
 
-The buffer [numel] has the dtype of the wire; the sums have that in which gradients rest. Sums of
-micro-batches (runtime/own_sums.py) lie on the tier of the cell, the sum of the node's ranks
-[column] on the device.
+The buffer [numel] has the dtype of the wire; the sums (state/sums.py) have that in which gradients
+rest. Sums of micro-batches lie on the tier of the cell, the sum of the node's ranks [column] on the
+device.
 
 Invariants: a buffer is handed over whole (parameters without a gradient and padding are zeros); at
 most one is open, and one on its way; the reduces of one segment complete in order. Cost: one copy
 of each gradient, and ``numel * wire (N-1)/N`` bytes on the wire per reduce.
 
 What it does not do: it does not know when a backward ends (runtime/backward.py), what becomes of
-the sum over all ranks (runtime/grad.py), nor what a module is.
+the sum over all ranks (runtime/grad.py), what a leaf is (runtime/leaf_bucket.py), nor a module.
 """
 
 from __future__ import annotations
@@ -25,33 +24,28 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
 from zeroshard.comm.levels import NodeSum, ReadyHop
 from zeroshard.comm.transport import ReduceRequest, Work
-from zeroshard.core.layout import Range
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.route import Axis, Kind
+from zeroshard.core.tree import Tree
 from zeroshard.core.work import Operation
-from zeroshard.errors import StateError
 from zeroshard.memory import Loan
 from zeroshard.runtime.context import Context, SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.flight import Flight
 from zeroshard.runtime.grad import Accumulator
-from zeroshard.runtime.leaves import Leaves
 from zeroshard.state.gradient import Gradient
-
-if TYPE_CHECKING:  # made in build.py
-    from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
-
+from zeroshard.state.sums import TreeSums
+from zeroshard.tier.store import Store
 
 _COPY, _ADD = attrgetter("copy_"), attrgetter("add_")
 
@@ -65,8 +59,6 @@ class Reduction:
     loan: Loan | None
     # other memory of it: an accelerator's allocator would give it away while the lane still uses it
     uses: Sequence[object]
-    # sums of leaves that it forms beside the gradient, one after another, and the leaves of each
-    apart: tuple[Sequence[Range], torch.Tensor] | None
 
     def release_buffer(self) -> None:
         """Hold the buffer no longer."""
@@ -83,11 +75,12 @@ class Bucket:
         context: Context,
         *,
         accumulator: Accumulator,
-        micro_batches: MicroBatchSum,
-        own_leaves: OwnLeaves | None,
+        store: Store | None,
+        tree: Tree | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
-        """`accumulator` takes what reduces bring. Gradients wait in `micro_batches`, or in
-        `own_leaves` where each rank adds up its own.
+        """`accumulator` takes what reduces bring; sums of micro-batches wait in `store` (None: on
+        the device), added as `tree` says. `wire`: that of reduces, if it is not the precision's.
         """
         cell, layout = plan.cells.grad, flat.layout
         # inside no_sync: micro-batches before ranks, or the ranks of a node before nodes (where one
@@ -105,6 +98,7 @@ class Bucket:
         self.counted = plan.counted(context)
         # of each parameter: whether it has a gradient since the last drop
         self.used = [False] * len(layout.slots)
+        wire = wire or precision.wire
         # whether a reduce goes in two levels
         axes, levels = {hop.axis for hop in flat.routes.reduce}, context.levels
         sums_nodes_first = levels.is_deep and not {Axis.LOCAL, Axis.NODE}.isdisjoint(axes)
@@ -115,18 +109,20 @@ class Bucket:
         self.reduction: Reduction | None = None
         # called before a reduce with `key` and what returns this rank's gradient, None without one
         self.handed_over: list[Callable[[str, Callable[[], torch.Tensor | None]], None]] = []
-        self._micro_batches, self._own = micro_batches, own_leaves
-        self._sum = micro_batches if own_leaves is None else own_leaves  # the one in use
+        sums = partial(TreeSums, flat.key, context.memory, note=context.faults.note)
+        here = store if self.sums_micro_batches else None
+        self._sum: TreeSums = sums(tree=tree, store=here)  # [numel]
+        self._summed = [False] * len(layout.slots)  # by parameter: whether it has a gradient there
+        self._waits = False  # whether any gradient has gone there
         self._column = layout.span(plan.rank, Scope.NODE_SHARD)
-        self._node_sum: torch.Tensor | None = None  # [column], of earlier micro-batches
+        self._node: TreeSums = sums()  # [column]
+        self._waiting = [self._sum, self._node]
         self._context = context
         self._streams, self._meter = context.streams, context.meter
         # with a codec the buffer is memory of ours, and encoded into one of the transport's
         self._memory = context.memory
         self._codec = plan.grad_codec(context)
         self._residual = context.options.codecs.residual(self._codec)
-        # sums of leaves are not rounded
-        wire = precision.wire if self._own is None else torch.float32
         self._request = ReduceRequest(flat.key, layout.ranges, wire, self._codec)
         self.num_bytes = layout.numel * wire.itemsize  # of a buffer
         # start the first level of a reduce: of all ranks, or of a node (alone, or before nodes)
@@ -137,12 +133,11 @@ class Bucket:
             self._reduce_inside = partial(levels.inside.reduce, of_columns)
             self._both = levels.node_sum(self._request)
             self._reduce = partial(self._both.inside, of_columns)
-        self._leaves = context.leaves
-        self._rounds = context.leaves is None and wire is not precision.accumulate
+        self._rounds = wire is not precision.accumulate
         # nothing to sum, and nothing that a buffer would round: it is the resting gradient
         exact = wire is precision.compute and precision.accumulate is torch.float32
-        alone = context.transport.size == 1 and context.leaves is None
-        self._direct = alone and (not self._rounds or (exact and self._codec is None))
+        kept = not self._rounds or (exact and self._codec is None)
+        self._direct = context.transport.size == 1 and kept
         # by id of a buffer, for as long as somebody holds it (pools lend the same few again): every
         # parameter as a view of its memory, and the gaps; views of the buffer itself would hold it
         self._cuts: dict[int, tuple[object, list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -178,12 +173,9 @@ class Bucket:
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Return the bytes of the gradient at rest now on each tier, sums that wait included."""
         resting, out = self.accumulator.resting(), Counter[Tier]()
-        out.update(self._sum.bytes_by_tier())
         out.update({} if resting is None else resting.numbers.bytes_by_tier())
-        if self._node_sum is not None:
-            out[Tier.DEVICE] += self._node_sum.nbytes
-        if self.accumulator.partial_sums is not None:
-            out.update(self.accumulator.partial_sums.bytes_by_tier())
+        for sums in self._waiting:
+            out.update(sums.bytes_by_tier())
         return out
 
     @property
@@ -194,7 +186,7 @@ class Bucket:
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients are here that no reduce over all ranks has taken yet."""
-        return self.buffer is not None or self._sum.waits or self._node_sum is not None
+        return self.buffer is not None or self._waits or bool(self._node.held)
 
     # ------------------------------------------------------------------ what autograd brings
 
@@ -206,10 +198,10 @@ class Bucket:
         may take the others.
         """
         self.used[index] = True
-        rests = self._own is not None or (self.sums_micro_batches and (self._sum.waits or not sync))
+        rests = self.sums_micro_batches and (self._waits or not sync)
         # a sum in the dtype of the wire would be rounded after every micro-batch
         if rests or (more and self._rounds):
-            self._sum.add(index, grad)
+            self._add_to_sum(index, grad)
             return
         if self.buffer is None:
             self._open(adds=once)
@@ -224,9 +216,44 @@ class Bucket:
             view.copy_(view.to(self._request.dtype).add_(grad))
         self.filled[index] = True
 
+    def _add_to_sum(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of parameter `index` to the sum of micro-batches."""
+        layout, self._waits = self.flat.layout, True
+        with self._sum.losing():
+            state = self._sum.chain(layout.numel, self.precision.accumulate)
+            slot = layout.slots[index]
+            with state.borrowed(slot.offset, slot.stop, write=True) as part:
+                view = self.flat.buffer.view_in(part, index)
+                if self._summed[index]:
+                    view.add_(grad.to(view.device))
+                else:
+                    view.copy_(grad)
+        self._summed[index] = True
+
+    def _move_sum(self) -> None:
+        """Add the sum of micro-batches to the buffer; it is forgotten here."""
+        if self.buffer is None:
+            self._open()
+        for index in [index for index, summed in enumerate(self._summed) if summed]:
+            slot, view = self.flat.layout.slots[index], self.views[index]
+            with self._sum.losing():
+                if not self._sum.lost:
+                    state = self._sum.held[0][1]
+                    with state.borrowed(slot.offset, slot.stop, write=False) as part:
+                        there = self.flat.buffer.view_in(part, index)
+                        (view.add_ if self.filled[index] else view.copy_)(there)
+            if self._sum.lost:
+                view.fill_(float("nan"))
+            self.filled[index] = True
+        self._forget_sum()
+
+    def _forget_sum(self) -> None:
+        self._sum.reset()
+        self._summed, self._waits = [False] * len(self._summed), False
+
     def open_zeros(self) -> None:
         """Have a buffer open, without a gradient, where gradients would have opened one."""
-        if self.buffer is None and self._own is None:
+        if self.buffer is None:
             self._open()
 
     def _open(self, *, adds: bool = False) -> None:
@@ -236,7 +263,7 @@ class Bucket:
         """
         accumulator, flat, wire = self.accumulator, self.flat, self._request.dtype
         # a sum that waits, and what a listener is given, is rounded to the dtype of the wire
-        rounds = self._rounds and (self._micro_batches.waits or bool(self.handed_over))
+        rounds = self._rounds and (self._waits or bool(self.handed_over))
         is_direct = self._direct and not (rounds or accumulator.tiered)
         rests = is_direct and accumulator.resting() is not None
         if is_direct and not (rests and (self.handed_over or self._codec is not None or not adds)):
@@ -247,8 +274,6 @@ class Bucket:
             if self._codec is not None:
                 buffer = self._memory.empty(flat.layout.numel, wire)
             else:
-                if self._leaves is not None:  # a leaf's sums may go flat, others in two levels
-                    self._lender = self._lenders[bool(self._leaves.sums)]
                 device, numel = self._memory.device, flat.layout.numel
                 buffer = self._lender.grad_buffer(self.key, numel, wire, device)
             self.loan = self._meter.lend(buffer, self.num_bytes)
@@ -269,51 +294,23 @@ class Bucket:
         """
         if self.reduction is not None:
             self.wait()
-        if with_earlier and self._micro_batches.waits:
-            self._move_sum()
-        self._zero_unfilled()
-        leaves, own = self._leaves, self._own
-        for listener in self.handed_over if own is not None or True in self.filled else ():
-            listener(self.key, (lambda: self.buffer) if own is None else own.leaf)
-        if leaves is not None and own is not None:
-            if leaves.is_last:  # the sum of this rank's own leaves is reduced, after the last
-                self._open()
-            own.end_leaf(leaves.own, self.buffer)
-            if not leaves.is_last:
-                return None
+        if not self._complete(with_earlier):
+            return None
+        for listener in self.handed_over if True in self.filled else ():
+            listener(self.key, lambda: self.buffer)
         accumulator, (resting, fresh) = self.accumulator, self.accumulator.open()
         if self.buffer is not None and self.loan is None:
             self._close()
             return None
-        held, apart, then = None, None, list[ReadyHop]()
-        accumulate = resting.on_device and not fresh
-        if leaves is not None and not accumulator.takes(leaves.spans):
-            out = self._memory.empty(len(leaves.spans) * (accumulator.own[1] - accumulator.own[0]))
-            apart, accumulate = (leaves.spans, out), False
+        if resting.on_device:
+            out, then = resting.fetch(*accumulator.own), list[ReadyHop]()
         else:
-            if with_earlier:
-                held, self._node_sum = self._node_sum, None
-            if resting.on_device:
-                out = resting.fetch(*accumulator.own)
-            else:
-                out = accumulator.room()
-                take = partial(_take, weakref.ref(resting), out, fresh)
-                then = [ReadyHop(take, "here")]
-        reduce, both, axis = self._reduce, self._both, Axis.FLAT
-        if leaves is not None and leaves.sums:
-            request = replace(self._request, sums=leaves.sums)
-            reduce = partial(self._context.levels.flat.reduce, request)
-        elif both is not None:
-            axis, start, told = Axis.LOCAL, partial(both.between, held), self._operation
-            told = partial(told, Axis.NODE)
-            then = [ReadyHop(start, describe=told, unused=both.unused, between=True), *then]
-        return self._hand_over(reduce, axis, out, accumulate, then, held=held, apart=apart)
-
-    def _move_sum(self) -> None:
-        """Add the sum of micro-batches to the buffer."""
-        if self.buffer is None:
-            self._open()
-        self._micro_batches.move_to(self.views, self.filled)
+            out = self._memory.empty(accumulator.own[1] - accumulator.own[0])
+            take = partial(_take, weakref.ref(resting), out, fresh)
+            then = [ReadyHop(take, "here")]
+        node = self._node.held if with_earlier else None
+        held = node.pop()[1].whole if node else None
+        return self._hand_over(out, then, adds=resting.on_device and not fresh, held=held)
 
     def reduce_inside(self) -> Flight:
         """Return a flight, to be started, that sums what is here over the ranks of this node; the
@@ -321,25 +318,28 @@ class Bucket:
         """
         self.wait()
         self._move_sum()
-        self._zero_unfilled()
-        (start, stop), is_there = self._column, self._node_sum is not None
-        if self._node_sum is None:
-            self._node_sum = self._memory.empty(stop - start, self.precision.accumulate)
-        return self._hand_over(self._reduce_inside, Axis.LOCAL, self._node_sum, is_there)
+        self._complete(False)
+        (start, stop), adds = self._column, bool(self._node.held)
+        out = self._node.chain(stop - start, self.precision.accumulate).whole
+        return self._hand_over(out, adds=adds, inside=True)
 
-    def _zero_unfilled(self) -> None:
-        """Set to zero what has no gradient, or add zero to the sum that rests there."""
+    def _complete(self, with_earlier: bool) -> bool:
+        """Let the buffer hold all that is to be reduced, zeros where there is no gradient (or add
+        zero to the sum that rests there). Return whether anything is to be reduced now.
+        """
+        if with_earlier and self._waits:
+            self._move_sum()
         data, layout = self.buffer, self.flat.layout
-        if data is None:
-            return
-        empty = [] if self._adds else list(self._gaps)
-        if False in self.filled:
-            slots = zip(layout.slots, self.filled, strict=True)
-            empty += [data[slot.offset : slot.stop] for slot, filled in slots if not filled]
-        if empty and self._adds:
-            torch._foreach_add_(empty, 0.0)
-        elif empty:  # one kernel on an accelerator
-            torch._foreach_zero_(empty)
+        if data is not None:
+            empty = [] if self._adds else list(self._gaps)
+            if False in self.filled:
+                slots = zip(layout.slots, self.filled, strict=True)
+                empty += [data[slot.offset : slot.stop] for slot, filled in slots if not filled]
+            if empty and self._adds:
+                torch._foreach_add_(empty, 0.0)
+            elif empty:  # one kernel on an accelerator
+                torch._foreach_zero_(empty)
+        return True
 
     def _encode(self, reduce: Callable[..., Work]) -> Work:
         """Start `reduce` of what has been handed over, encoded in the transport's buffer, the
@@ -370,25 +370,31 @@ class Bucket:
 
     def _hand_over(
         self,
-        reduce: Callable[..., Work],
-        axis: Axis,
         out: torch.Tensor,
-        accumulate: bool,
         then: Sequence[ReadyHop] = (),
         *,
+        adds: bool,
         held: torch.Tensor | None = None,
-        apart: tuple[Sequence[Range], torch.Tensor] | None = None,
+        inside: bool = False,
     ) -> Flight:
-        """Return a flight that starts `reduce` over `axis` of what is in the buffer, and `then`
-        other hops; the next gradient opens another buffer. `apart`: see Reduction.
+        """Return a flight that sums what is in the buffer over all ranks, with the sum `held` of
+        this node (or `inside` it), to `out`, or `adds` it there, and `then` starts other hops; the
+        next gradient opens another buffer.
         """
-        reduce = partial(reduce, out=out, accumulate=accumulate)
+        reduce, both, axis = self._reduce, self._both, Axis.FLAT
+        if inside:
+            reduce, axis = self._reduce_inside, Axis.LOCAL
+        elif both is not None:
+            axis, start = Axis.LOCAL, partial(both.between, held)
+            told = partial(self._operation, Axis.NODE)
+            then = [ReadyHop(start, describe=told, unused=both.unused, between=True), *then]
+        reduce = partial(reduce, out=out, accumulate=adds)
         start = partial(reduce, buffer=self.buffer)
         if self._codec is not None:
             start = partial(self._encode, reduce)
         hops = (ReadyHop(start, describe=partial(self._operation, axis)), *then)
         flight = Flight((hops,), self._streams, "reduce", self._context.levels)
-        self.reduction = Reduction(flight, *self._close(), (out, held), apart)
+        self.reduction = Reduction(flight, *self._close(), (out, held))
         return flight
 
     def wait(self, *, block: bool = True) -> None:
@@ -401,15 +407,11 @@ class Bucket:
         coming.flight.wait()
         self.reduction = None
         self._meter.end_loan(coming.loan)
-        if coming.apart is not None:
-            self.accumulator.add_leaves(*coming.apart)
 
     # ------------------------------------------------------------------ what the user clears
 
     def clear(self, indices: Sequence[int]) -> None:
         """Forget the gradients of parameters `indices`: the user zeroed them."""
-        if self._leaves is not None:
-            self._check_cleared(self._leaves)
         for index in indices:
             self.used[index] = False
         if any(self.used):
@@ -418,34 +420,23 @@ class Bucket:
         if self.reduction is not None:
             self.wait()
         self.filled = [False] * len(self.filled)
-        if self._own is not None or self._sum.waits:
-            self._sum.reset()
-        self._node_sum = None
+        if self._waits or self._node.held:
+            self._forget_sum()
+            self._node.reset()
         self.accumulator.reset()
 
     def zero(self, indices: Collection[int]) -> None:
         """Set the gradients of parameters `indices` to zero, keeping them
         (``zero_grad(set_to_none=False)``).
         """
-        if self._leaves is not None:
-            self._check_cleared(self._leaves)
         self.wait()
         for index in indices:
-            self.filled[index] = False
-        self._sum.forget(indices)
-        if self._node_sum is not None:
+            self.filled[index] = self._summed[index] = False
+        for _, state in self._node.held:
             for piece in self.flat.layout.pieces_in(self._column):
                 if piece.index in indices:
-                    self._node_sum[piece.shard_start : piece.shard_stop].zero_()
+                    state.whole[piece.shard_start : piece.shard_stop].zero_()
         self.accumulator.zero(indices)
-
-    def _check_cleared(self, leaves: Leaves) -> None:
-        """Raise StateError between the leaves of a step: partial sums are of all parameters."""
-        if leaves.in_step:
-            raise StateError(
-                "gradients were cleared between the leaves of a step: clear them after the loop"
-                " over engine.leaves(), or leave that first"
-            )
 
     # ------------------------------------------------------------------ codecs and exceptions
 
@@ -471,9 +462,10 @@ class Bucket:
         if self.reduction is not None:
             self.reduction.flight.abandon()
             self._meter.end_loan(self.reduction.loan)
-        self.reduction = self._node_sum = None
+        self.reduction = None
         self.accumulator.reset()
-        self._sum.reset()
+        self._node.reset()
+        self._forget_sum()
         self.used[:] = [False] * len(self.used)  # a step asks this list
 
 

@@ -38,8 +38,8 @@ from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.grad import Accumulator
 from zeroshard.runtime.guards import Watch
+from zeroshard.runtime.leaf_bucket import LeafBucket, OwnLeafBucket
 from zeroshard.runtime.loop import Loop
-from zeroshard.runtime.own_sums import MicroBatchSum, OwnLeaves
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.unit import Unit
@@ -314,11 +314,10 @@ def _build_segment(
         # where fractions move, no rank knows the fractions of the others
         away = not splits.grads_stay or context.tiering.automatic
         sums = Accumulator(plan, flat, context, store=store, split=splits.grad, off_device=away)
-        precision, near = plan.precision(context), store if plan.sums_micro_batches else None
-        micros, own = MicroBatchSum(flat, context, precision.accumulate, near), None
-        if context.leaves is not None and context.leaves.is_local:
-            own = OwnLeaves(flat, context, precision.wire, near)
-        grad = Bucket(plan, flat, context, accumulator=sums, micro_batches=micros, own_leaves=own)
+        kind = Bucket
+        if context.leaves is not None:
+            kind = OwnLeafBucket if context.leaves.is_local else LeafBucket
+        grad = kind(plan, flat, context, accumulator=sums, store=store)
     segment = Segment(plan, flat, grad, split=splits.optim)
     if plan.trainable and context.options.trains:
         make_master(segment, cells, context, reserved)

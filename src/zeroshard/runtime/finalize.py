@@ -37,16 +37,15 @@ from operator import or_
 import torch
 from torch import nn
 
-from zeroshard.comm.ranks import Meeting
 from zeroshard.core.digest import Digest, first_unlike
 from zeroshard.core.precision import LossScaler
 from zeroshard.errors import StateError
 from zeroshard.memory import reads_wait
 from zeroshard.runtime.backward import Backward
-from zeroshard.runtime.backward_pass import UNKNOWN, Weight, total_weight
+from zeroshard.runtime.backward_pass import UNKNOWN, WEIGHTED, Weight, total_weight
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.decisions import refuse
-from zeroshard.runtime.trainable import AssignedGradients, names_of
+from zeroshard.runtime.trainable import AssignedGradients
 from zeroshard.state.gradient import average
 from zeroshard.state.norms import ExactSum, SquaresRequest, SquaresSum, read_squares
 
@@ -59,8 +58,8 @@ DIVERGED = (
     " clip with engine.clip_grad_norm_(), or look for a division by zero:"
     " zs.detect_anomaly(engine) names the module"
 )
-# digest of the decisions, micro-batches, begun, known, unreduced, kinds of backwards, their weight
-_HEAD = struct.Struct("<QIIi?B3d")
+# digests, the decisions', micro-batches, begun, known, unreduced, kinds of backwards, their weight
+_HEAD = "<{}QQIIi?B3d"
 _DIGITS = b"01" + bytes(254)  # of 0 and 1
 
 
@@ -79,22 +78,18 @@ class _Answer:
     weight: Weight  # the sum of their weights
     bad: str  # the first segment with an average that is not finite, or ""
 
-    def pack(self, width: int) -> bytes:
+    def pack(self, head: struct.Struct, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
         counts = self.decisions, self.micro_batches, self.begun, self.known
-        head = _HEAD.pack(*counts, self.unreduced, self.kinds, *self.weight)
-        digests = struct.pack(f"<{len(self.digests)}Q", *self.digests)
-        return digests + head + self.used.to_bytes(width, "little") + self.bad.encode()
+        first = head.pack(*self.digests, *counts, self.unreduced, self.kinds, *self.weight)
+        return first + self.used.to_bytes(width, "little") + self.bad.encode()
 
     @classmethod
-    def unpack(cls, payload: bytes, width: int, num_digests: int) -> _Answer:
-        digests = struct.unpack_from(f"<{num_digests}Q", payload)
-        head = _HEAD.unpack_from(payload, 8 * num_digests)
-        decisions, count, begun, known, unreduced, kinds, *parts = head
-        start = 8 * num_digests + _HEAD.size
-        used = int.from_bytes(payload[start : start + width], "little")
-        bad, weight = payload[start + width :].decode(), (parts[0], parts[1], parts[2])
-        return cls(digests, decisions, count, begun, known, used, unreduced, kinds, weight, bad)
+    def unpack(cls, told: bytes, head: struct.Struct, width: int) -> _Answer:
+        *digests, decisions, count, begun, known, unreduced, kinds, a, b, c = head.unpack_from(told)
+        used, bad = told[head.size :][:width], told[head.size + width :].decode()
+        counts = decisions, count, begun, known, int.from_bytes(used, "little")
+        return cls(tuple(digests), *counts, unreduced, kinds, (a, b, c), bad)
 
 
 class Finalizer:
@@ -123,8 +118,10 @@ class Finalizer:
         # count for every parameter: tokens of all pass through experts that some hold
         counts_ranks = backward.share is None and not backward.sums_ranks
         self._weight = context.transport.size if counts_ranks else 1
+        self._checks = [backward.collect_dropped]  # before gradients are averaged
         if backward.leaves is not None:
             self._weight = backward.leaves.tree.leaves
+            self._checks.append(backward.leaves.check_whole)
         # nobody waits for a rank that gathers weights by itself; leaves shadow what others run
         self._may_run_ahead = (
             context.levels.one_sided
@@ -142,8 +139,9 @@ class Finalizer:
         # whether all averages are finite, as the ranks have agreed; None: not yet
         self._finite: bool | None = None
         self._set = False  # whether averages were set by hand since
+        control, seal = context.transport.control, backward.seal
         self._assigned = AssignedGradients(
-            backward.parameters, backward.decisions, context.transport.control
+            backward.parameters, backward.decisions, control, seal=seal
         )
 
     @property
@@ -169,26 +167,17 @@ class Finalizer:
         further), earlier where a released parameter was read.
         """
         backward = self._backward
-        backward.collect_dropped()
-        if backward.leaves is not None and backward.leaves.is_partial:
-            raise StateError(
-                f"leaves={backward.leaves.tree}: some leaves of this step are missing: let the loop"
-                " over engine.leaves() end before gradients are read, clipped or stepped"
-            )
+        for check in self._checks:
+            check()
         if self._finite is not None and not backward.accumulation.changed:
             if self._set and only is None:
                 self._look_again()
-            if self._finite and self._assigned.take(only):  # compared in the next step
-                self._assigned.check_finite()
-                self._assigned.store()
-                backward.seal()
+            if self._finite:
+                self._assigned.add_late(only)  # compared in the next step
             return self._finite
-        if self._assigned.take():
-            self._assigned.replace_sums()
+        if self._assigned.replace_sums():
             backward.accumulation.assign(scaled=self._scaler is not None)
-        if frozen := backward.parameters.frozen():
-            backward.decisions.note_once("parameters frozen after shard()", names_of(frozen))
-        ignored, divisor = backward.note_ignored(), self._divisor()
+        ignored, divisor = backward.frozen.note(backward.decisions), self._divisor()
         with self._axes.together(_STEP) as meeting:
             answers = self._average_and_compare(divisor, norm)
             if True in {answer.unreduced for answer in answers}:
@@ -196,12 +185,20 @@ class Finalizer:
                 answers = self._average_and_compare(divisor, norm)
             self._assigned.compare()
             united = self._unite(answers)
-            weight = total_weight(
-                [one.kinds for one in answers],
-                [one.weight for one in answers],
-                shared=backward.share is not None,
-            )
-            self._tell(meeting, answers, united, weight)
+            kinds, weights = [one.kinds for one in answers], [one.weight for one in answers]
+            weight = total_weight(kinds, weights, shared=backward.share is not None)
+            # an average that is not finite here, and what other groups are to have done alike
+            scale = 1.0 if self._scaler is None else self._scaler.scale
+            bad = next((answer.bad for answer in answers if answer.bad), "")
+            meeting.give(self._axes.name(bad) if bad else "")
+            meeting.compare({"the step": str(self._digest.step), "the loss scale": str(scale)})
+            alike = {
+                "what was reduced": f"{self._digest.reduced():016x}",
+                "what was decided": f"{answers[0].decisions:016x}",
+                "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
+                "the weights of the losses": str(weight),
+            }
+            meeting.compare(alike, self._axes.replicas)
         if ignored:
             raise StateError(
                 f"{ignored}: frozen, and with a .grad, which the optimizer would step without an"
@@ -211,8 +208,7 @@ class Finalizer:
         if weight is not None:
             for gradient in backward.gradients:
                 gradient.divide(weight)
-        if self._assigned.store():
-            backward.seal()
+        self._assigned.store()
         self._judge(culprits, answers, norm)
         backward.accumulation.finalized()
         self._set = False
@@ -243,13 +239,45 @@ class Finalizer:
 
     def _judge(self, culprits: Sequence[str], answers: Sequence[_Answer], norm: bool) -> None:
         """Count `culprits`, which are not finite, after what the ranks know of steps before."""
-        self._count_bad(culprits)
-        self._finite = not culprits
+        if not culprits:
+            self._finite = True
+            return
+        self._skipped += 1
+        self._bad_in_a_row += 1
+        # the first parameter on any rank that is not finite, or that was used while it was released
+        found = (one.accumulator.first_bad() for one in self._backward.buckets)
+        mine = [next(filter(None, found), ""), self._backward.saved.read_released or ""]
+        told = self._everyone.share([self._axes.name(name) for name in mine], _BAD)
+        bad, released = (next(filter(None, names), "") for names in zip(*told, strict=True))
+        name = bad or culprits[0]
+        self._backward.saved.watch_steps()
+        if self._scaler is None or self._scaler.at_floor:  # else the scale may fall
+            if released:
+                raise StateError(
+                    f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first"
+                    f" in parameter {name!r}, because a backward reads parameter {released!r} while"
+                    " it is released: a result of its module leaves it unseen; let its forward()"
+                    " return that result"
+                )
+            if self._transport.rank == 0:
+                _log.warning(
+                    "step %d skipped: the gradient of %s is not finite", self._digest.step, name
+                )
+            if self._bad_in_a_row >= self._bad_steps:
+                raise StateError(DIVERGED.format(self._bad_in_a_row, f"parameter {name!r}"))
+        self._finite = False
 
     def _divisor(self) -> float:
         """Return the number by which sums are divided, but for the weights of losses."""
-        divisor = self._loss_scale() * self._backward.accumulation.divisor
-        return divisor if self._backward.accumulation.is_weighted else divisor * self._weight
+        here, scale = self._backward.accumulation, 1.0
+        if self._scaler is not None and here.has_gradient:
+            if not here.scaled:
+                raise StateError(
+                    "precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of"
+                    " loss.backward() (of two engines: make one engine of both models, or use bf16)"
+                )
+            scale = self._scaler.scale
+        return scale * here.divisor * (1 if here.kinds == WEIGHTED else self._weight)
 
     def _average_and_compare(self, divisor: float, norm: bool) -> list[_Answer]:
         """Average what has been reduced; return what every rank says about it. Raises
@@ -301,11 +329,10 @@ class Finalizer:
             here.weight,
             bad,
         )
-        width = (len(used) + 7) // 8
+        head, width = struct.Struct(_HEAD.format(len(mine.digests))), (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
-            payloads = self._transport.control.exchange(mine.pack(width), _STEP)
-        count = len(self._held[1])
-        read = {one: _Answer.unpack(one, width, count) for one in set(payloads)}  # mostly one
+            payloads = self._transport.control.exchange(mine.pack(head, width), _STEP)
+        read = {one: _Answer.unpack(one, head, width) for one in set(payloads)}  # mostly one
         answers = [read[payload] for payload in payloads]
         known = {answer.micro_batches for answer in answers} - {UNKNOWN}
         differs = len(known) > 1
@@ -333,16 +360,6 @@ class Finalizer:
                     min(begun),
                 )
         return answers
-
-    def _loss_scale(self) -> float:
-        if self._scaler is None or not self._backward.accumulation.has_gradient:
-            return 1.0
-        if not self._backward.accumulation.scaled:
-            raise StateError(
-                "precision 'fp16' needs a scaled loss: call engine.backward(loss) instead of"
-                " loss.backward() (of two engines: make one engine of both models, or use bf16)"
-            )
-        return self._scaler.scale
 
     def _unite(self, answers: Sequence[_Answer]) -> int:
         """Unite the used parameters, and return a bit for each. Raises StateError when no rank
@@ -372,54 +389,6 @@ class Finalizer:
             self._backward.seal()
         return united
 
-    def _tell(
-        self, meeting: Meeting, answers: Sequence[_Answer], united: int, weight: float | None
-    ) -> None:
-        """Tell the other groups of a segment with an average that is not finite, where this one has
-        any. PlanMismatch at the end where groups are in different steps, and where replicas have
-        done different things or have gradients of different parameters, or weights.
-        """
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        bad = next((answer.bad for answer in answers if answer.bad), "")
-        meeting.give(self._axes.name(bad) if bad else "")
-        meeting.compare({"the step": str(self._digest.step), "the loss scale": str(scale)})
-        alike = {
-            "what was reduced": f"{self._digest.reduced():016x}",
-            "what was decided": f"{answers[0].decisions:016x}",
-            "the parameters with gradients": f"{united.bit_count()} ({hash(united):x})",
-            "the weights of the losses": str(weight),
-        }
-        meeting.compare(alike, self._axes.replicas)
-
-    def _count_bad(self, culprits: Sequence[str]) -> None:
-        if not culprits:
-            return
-        self._skipped += 1
-        self._bad_in_a_row += 1
-        # the first parameter on any rank that is not finite, or that was used while it was released
-        found = (one.accumulator.first_bad() for one in self._backward.buckets)
-        mine = [next(filter(None, found), ""), self._backward.saved.read_released or ""]
-        answers = self._everyone.share([self._axes.name(name) for name in mine], _BAD)
-        bad, released = (next(filter(None, names), "") for names in zip(*answers, strict=True))
-        name = bad or culprits[0]
-        self._backward.saved.watch_steps()
-        scale_may_fall = self._scaler is not None and not self._scaler.at_floor
-        if scale_may_fall:
-            return
-        if released:
-            raise StateError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, first in"
-                f" parameter {name!r}, because a backward reads parameter {released!r} while it is"
-                " released: a result of its module leaves it unseen; let its forward() return that"
-                " result"
-            )
-        if self._transport.rank == 0:
-            _log.warning(
-                "step %d skipped: the gradient of %s is not finite", self._digest.step, name
-            )
-        if self._bad_in_a_row >= self._bad_steps:
-            raise StateError(DIVERGED.format(self._bad_in_a_row, f"parameter {name!r}"))
-
     def norm(self, max_norm: float = math.inf) -> torch.Tensor:
         """Return the 2-norm of the averaged gradient over all parameters, 0-d fp32, the same
         number on every rank, which will be clipped to `max_norm`.
@@ -440,10 +409,9 @@ class Finalizer:
 
     def _squares_of_group(self) -> ExactSum:
         """Return the sum of squares of all ranks' averages."""
-        size, buckets = self._transport.size, self._backward.buckets
+        size, buckets, squares = self._transport.size, self._backward.buckets, SquaresSum()
         # whether every rank holds all averages
         of_all = size > 1 and {len(one.accumulator.members) for one in buckets} == {size}
-        squares = SquaresSum()
         for bucket in buckets:
             bucket.accumulator.add_squares(bucket.in_norm, squares, of_all=of_all)
         total = squares.read()

@@ -15,7 +15,6 @@ of another tier stays for the next gradient.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property, partial
 
@@ -23,9 +22,7 @@ import torch
 
 from zeroshard.comm.levels import ReadyHop
 from zeroshard.core.layout import Range
-from zeroshard.core.placement import Tier
 from zeroshard.core.route import Axis, Hop, Kind
-from zeroshard.core.tree import Tree
 from zeroshard.core.work import Operation
 from zeroshard.errors import StorageError
 from zeroshard.runtime.context import Context, SegmentPlan
@@ -36,107 +33,10 @@ from zeroshard.state.norms import SquaresRequest, SquaresSum
 from zeroshard.state.state import State
 from zeroshard.tier.store import Storage, Store
 
-# ------------------------------------------------------------------------------------- partial sums
-# The sum of a step's leaves on its way: a binary counter of partial sums (core/tree.py).
-#
-#     leaf arrives   3          4                5               6               7
-#     gradient       (0..3)     (0..3)           (0..3)          (0..3)          (0..7)
-#     partial sums              4                (4,5)           (4,5) 6
-#
-# Of this rank's slice the first leaves' sum rests where the gradient does, and `PartialSums` holds
-# the others: on the device, or on the gradient's tier where any of it is elsewhere. Cost: at most
-# ``Tree.most_partials`` sums; each is read once, when it is added to the next.
-
-
-class BinaryCounter:
-    """Sums of neighbouring leaves; the tree adds no two of them."""
-
-    def __init__(self, tree: Tree, key: str, store: Store | None) -> None:
-        """They rest in `store` (None: on the device)."""
-        self._tree, self._key, self._store = tree, key, store
-        self._held: list[tuple[Range, State]] = []
-
-    def reset(self) -> None:
-        """Forget them."""
-        while self._held:
-            self._held.pop()[1].close()
-
-    def merge(self, span: Range, total: torch.Tensor) -> Range:
-        """Add to `total` (fp32, on the device), the sum of leaves `span` that come next, every sum
-        before it that the tree adds to it. Return the leaves of the sum it is then.
-        """
-        while self._held and self._tree.merges(self._held[-1][0], span):
-            before, held = self._held.pop()
-            with held.borrowed(0, held.numel, write=False) as there:
-                total.add_(there.to(total.device))
-            held.close()
-            span = (before[0], span[1])
-        return span
-
-    def keep(self, span: Range, total: torch.Tensor) -> None:
-        """Let `total`, the sum of leaves `span`, rest."""
-        state = State(total)
-        if self._store is not None and total.numel():
-            name = f"{self._key} partial gradient"
-            state = State(None, self._store.allocate(name, total.numel(), total.dtype))
-            state.put(0, total.numel(), total)
-        self._held.append((span, state))
-
-    def bytes_by_tier(self) -> Counter[Tier]:
-        """Return the bytes that rest here, by tier."""
-        out = Counter[Tier]()
-        for _, held in self._held:
-            out.update(held.bytes_by_tier())
-        return out
-
-
-class PartialSums(BinaryCounter):
-    """The sums of one segment's slice; the gradient holds the first."""
-
-    _first: Range | None = None  # the leaves with their sum in the gradient
-
-    def reset(self) -> None:
-        """Forget them."""
-        super().reset()
-        self._first = None
-
-    def takes(self, spans: Sequence[Range]) -> bool:
-        """Whether the next sums, of leaves `spans`, are one that is added to the gradient itself;
-        it counts as added.
-        """
-        span = spans[0]
-        if len(spans) > 1 or (self._first is not None and not self._tree.merges(self._first, span)):
-            return False
-        self._first = (0, span[1])
-        return True
-
-    def add(self, span: Range, total: torch.Tensor, gradient: Gradient, own: Range) -> None:
-        """Add `total` (fp32, on the device), the sum of leaves `span`, which come next; `gradient`
-        rests in range `own`.
-        """
-        with gradient.losing():
-            span = self.merge(span, total)
-            if self._first is not None and not self._tree.merges(self._first, span):
-                self.keep(span, total)
-                return
-            if not gradient.on_device:
-                gradient.take(total, self._first is None)
-            elif self._first is None:
-                gradient.fetch(*own).copy_(total)
-            else:
-                gradient.fetch(*own).add_(total)
-            self._first = (0, span[1])
-
-
-# --------------------------------------------------------------------------------------------- grad
-
 
 class Accumulator:
     """The resting gradient of one trainable segment, and this rank's slice of it. Ranges count
     the elements that rest here: this rank's share, or the whole where every rank steps everything.
-
-    `open` says to which numbers the next reduce adds. In a run with leaves they hold the first
-    leaves' sum, and a binary counter the others.
     """
 
     def __init__(
@@ -171,9 +71,6 @@ class Accumulator:
         self._dtype = plan.precision(context).accumulate
         # memory of the other tier that came back, and whether it may serve again: no lost one
         self._idle: list[tuple[Storage, bool]] = []
-        self.partial_sums: PartialSums | None = None
-        if context.leaves is not None:
-            self.partial_sums = PartialSums(context.leaves.tree, self.key, store)
         self.reset()
 
     # ------------------------------------------------------------------ which numbers rest
@@ -193,8 +90,6 @@ class Accumulator:
         if resting is not None:  # an average, where no zero_grad() came since the last step
             resting.reopen()
         else:
-            if self.partial_sums is not None:
-                self.partial_sums.reset()
             near, away, lost, memory = None, None, None, self._memory
             if self.tiered or self._idle:
                 away, lost = self._take_away()
@@ -257,10 +152,6 @@ class Accumulator:
 
     # ------------------------------------------------------------------ sums on their way here
 
-    def room(self) -> torch.Tensor:
-        """Return memory on the device for our slice of a sum, which `Gradient.take` takes over."""
-        return self._memory.empty(self.own[1] - self.own[0])
-
     @property
     def is_flushing(self) -> bool:
         """Whether a sum is on its way to another tier, and so held on the device, too."""
@@ -273,18 +164,6 @@ class Accumulator:
         if resting is not None:
             with self._flat.probe.waiting("tier write", self.key), resting.losing():
                 resting.wait_writes()
-
-    def takes(self, spans: Sequence[Range]) -> bool:
-        """Whether the next reduce, of leaves `spans`, adds to the gradient itself."""
-        return self.partial_sums is None or self.partial_sums.takes(spans)
-
-    def add_leaves(self, spans: Sequence[Range], sums: torch.Tensor) -> None:
-        """Add our slices of the `sums` of leaves `spans`, one after another in one tensor."""
-        resting, partial_sums = self.resting(), self.partial_sums
-        assert partial_sums is not None, self.key
-        if resting is not None and self._spans:  # of padding alone nobody holds it
-            for span, total in zip(spans, sums.view(len(spans), -1), strict=True):
-                partial_sums.add(span, total, resting, self.own)
 
     # ------------------------------------------------------------------ averages of other ranks
 

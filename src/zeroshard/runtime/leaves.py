@@ -31,7 +31,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from zeroshard.core.layout import Range
-from zeroshard.core.tree import Deal, Expression
+from zeroshard.core.tree import Deal, Formed
 from zeroshard.errors import StateError
 from zeroshard.system.device import Device
 
@@ -61,7 +61,7 @@ class Leaves:
         self.follow(None)
         self._number: int | None = None
         self._has_backward = False
-        self.is_partial = False  # some leaves of the step are there, and others to come
+        self.is_partial = False  # whether some leaves of the step are there, and others to come
 
     @property
     def in_step(self) -> bool:
@@ -140,6 +140,14 @@ class Leaves:
             " put into the tree"
         )
 
+    def check_whole(self) -> None:
+        """Raise StateError where some leaves of the step are there, and others to come."""
+        if self.is_partial:
+            raise StateError(
+                f"leaves={self.tree}: some leaves of this step are missing: let the loop"
+                " over engine.leaves() end before gradients are read, clipped or stepped"
+            )
+
     @property
     def of_rank(self) -> list[int]:
         """This rank's leaves of a step, in order."""
@@ -162,14 +170,11 @@ class Leaves:
         return None if leaf is None else (leaf, leaf + 1)
 
     @property
-    def spans(self) -> tuple[Range, ...]:
-        """The leaves of the sums that a reduce of this round forms."""
-        return self._sums[self._round][0]
-
-    @property
-    def sums(self) -> tuple[Expression, ...]:
-        """The way in which their parts are added (ReduceRequest.sums)."""
-        return self._sums[self._round][1]
+    def formed(self) -> Formed:
+        """The leaves of the sums that a reduce of this round forms, and the way in which their
+        parts are added (ReduceRequest.sums).
+        """
+        return self._sums[self._round]
 
     @property
     def _round(self) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 
 import torch
@@ -31,7 +31,7 @@ from torch import nn
 from zeroshard.comm.ranks import Ranks
 from zeroshard.core.digest import digest_of, holders
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
-from zeroshard.optim.sealed import GradientOwner, SealedGrad
+from zeroshard.optim.sealed import GradientOwner, SealedGrad, SealedShards
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.decisions import Decisions
 from zeroshard.runtime.segment import Segment
@@ -58,24 +58,11 @@ class Trained:
         """The parameter's qualified name."""
         return self.segment.names[self.index]
 
-    @property
-    def is_assigned(self) -> bool:
-        """Whether it has a gradient that is not sealed: one that the user has assigned."""
-        grad = self.parameter.grad
-        return grad is not None and type(grad) is not SealedGrad
-
     def take(self) -> torch.Tensor:
         """Take its gradient, which is there, off and return it."""
-        grad = self.parameter.grad
+        grad, self.parameter.grad = self.parameter.grad, None
         assert grad is not None, self.name
-        self.clear()
         return grad
-
-    def assigned(self) -> torch.Tensor:
-        """Return what lies here of its gradient, which the user has assigned and keeps."""
-        grad = self.parameter.grad
-        assert grad is not None, self.name
-        return self.local(grad)
 
     def local(self, grad: torch.Tensor) -> torch.Tensor:
         """Return what lies here of a gradient of it, without a graph. Raises ConfigError for a
@@ -88,10 +75,6 @@ class Trained:
             )
         grad = grad.detach() if grad.requires_grad else grad
         return grad if self.to_local is None else self.to_local(grad)
-
-    def clear(self) -> None:
-        """Take its gradient off."""
-        self.parameter.grad = None
 
     def make_sealed(self, owner: GradientOwner) -> SealedGrad:
         """Make its sealed gradient."""
@@ -149,11 +132,6 @@ class TrainableParameters(list[Trained]):
                 if grad is not None and (assigned or type(grad) is SealedGrad):
                     one.parameter.grad = None
 
-    def frozen(self) -> list[Trained]:
-        """Return those that the user has frozen since shard()."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [one for one in self if not one.parameter.requires_grad]
-
     def scale_assigned(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradients that the user has assigned by `factor`, in place."""
         if not isinstance(factor, float) or factor != 1.0:
@@ -196,90 +174,116 @@ class TrainableParameters(list[Trained]):
         return gone
 
 
+class FrozenParameters:
+    """The parameters that the user has frozen, as the ranks compare them before a step."""
+
+    def __init__(self, parameters: TrainableParameters) -> None:
+        self._parameters = parameters
+        self._stepped: list[tuple[str, nn.Parameter]] = []  # frozen, and given to the optimizer
+
+    def attach(self, optimizer: SealedShards, segments: Iterable[Segment]) -> None:
+        """Find those among the parameters of `segments` that `optimizer` was given."""
+        stepped = set(map(id, chain(*optimizer.parameters)))
+        self._stepped = [
+            (name, parameter)
+            for segment in segments
+            for name, parameter in zip(segment.names, segment.parameters, strict=True)
+            if segment.grad is None and id(parameter) in stepped
+        ]
+
+    def note(self, decisions: Decisions) -> str:
+        """Let the ranks compare those frozen since shard(), and those that carry a gradient, which
+        the optimizer would step without an engine; return the names of these.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [one for one in self._parameters if not one.parameter.requires_grad]
+            names = ", ".join(name for name, one in self._stepped if one.grad is not None)
+        if frozen:
+            decisions.note_once("parameters frozen after shard()", names_of(frozen))
+        if names:
+            decisions.note("the frozen parameters with a .grad", names)
+        return names
+
+
 def names_of(trained: Sequence[Trained]) -> str:
     """Return the names of `trained` as text that ranks compare."""
     return ", ".join(one.name for one in trained)
-
-
-@dataclass(frozen=True)
-class _TakenGradient:
-    """A gradient that the user has assigned, and the numbers of it that are here."""
-
-    trained: Trained
-    numbers: torch.Tensor
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.numbers).all())
-
-    def store(self) -> None:
-        """Let it rest as the averaged gradient. Where nothing rests, zeros of no sum do beside it:
-        whoever adds to an assigned gradient sets to zero first what rests of it.
-        """
-        bucket, index = self.trained.bucket, self.trained.index
-        bucket.accumulator.open_empty()
-        flat = self.numbers.new_empty(self.numbers.numel())
-        bucket.flat.buffer.view_in(flat, index).copy_(self.numbers)
-        bucket.accumulator.store(index, flat)
 
 
 class AssignedGradients:
     """The assigned gradients of one engine that a step is to take."""
 
     def __init__(
-        self, parameters: TrainableParameters, decisions: Decisions, control: Ranks
+        self,
+        parameters: TrainableParameters,
+        decisions: Decisions,
+        control: Ranks,
+        *,
+        seal: Callable[[], None],
     ) -> None:
-        self._parameters = parameters
-        self._decisions = decisions
-        self._control = control
-        self._taken: list[_TakenGradient] = []
+        self._parameters, self._decisions, self._control = parameters, decisions, control
+        self._seal = seal
+        # of those that the step takes: the parameter, and the numbers that are here
+        self._taken: list[tuple[Trained, torch.Tensor]] = []
         self._digests: dict[str, str] = {}  # not yet compared, by name of the parameter
 
-    def take(self, only: nn.Parameter | None = None) -> bool:
-        """Record the gradients that the user has assigned (for `only` alone, if given); return
-        whether there are any.
-        """
-        assigned = self._parameters.assigned()
-        if only is not None:
-            assigned = [one for one in assigned if one.parameter is only]
+    def _take(self, only: nn.Parameter | None = None) -> None:
+        """Record the gradients that the user has assigned (for `only` alone, if given)."""
+        self._taken = []
         with torch._C.DisableTorchFunctionSubclass():
-            self._taken = [_TakenGradient(one, one.assigned()) for one in assigned]
-        if not self._taken:
-            return False
-        for taken in self._taken:
-            one = taken.trained
+            for one in self._parameters.assigned():
+                if only is None or one.parameter is only:
+                    assert one.parameter.grad is not None, one.name
+                    self._taken.append((one, one.local(one.parameter.grad)))
+        for one, numbers in self._taken:
             one.bucket.used[one.index] = True
             group = one.bucket.flat.context.holders.members[0]  # of ranks that have the parameter
-            self._digests[one.name] = f"{group} {digest_of(taken.numbers)}"
-        self._decisions.note(ASSIGNED, names_of(assigned))
-        return True
+            self._digests[one.name] = f"{group} {digest_of(numbers)}"
+        if self._taken:
+            self._decisions.note(ASSIGNED, names_of([one for one, _ in self._taken]))
 
-    def replace_sums(self) -> None:
-        """Forget what backwards have brought for the parameters of those that `take` has found."""
-        for taken in self._taken:
-            taken.trained.bucket.zero([taken.trained.index])
-            taken.trained.bucket.accumulator.open_empty()
+    def replace_sums(self) -> bool:
+        """Let the step take those that the user has assigned, in the place of what backwards have
+        brought for these parameters; return whether there are any.
+        """
+        self._take()
+        for one, _ in self._taken:
+            one.bucket.zero([one.index])
+            one.bucket.accumulator.open_empty()
+        return bool(self._taken)
+
+    def add_late(self, only: nn.Parameter | None) -> None:
+        """Let those that were assigned since the ranks have agreed on the step (`only` that of one
+        parameter) rest as averages, too. Raises StateError for one that is not finite.
+        """
+        self._take(only)
+        for one, numbers in self._taken:
+            if not torch.isfinite(numbers).all():
+                raise StateError(
+                    f"the gradient assigned to {one.name!r} holds NaN or infinity: assign"
+                    " a finite one, or drop the step with zero_grad()"
+                )
+        self.store()
 
     def first_bad(self) -> str | None:
         """Return the segment of the first that is not finite."""
-        return next((one.trained.bucket.key for one in self._taken if not one.is_finite), None)
+        bad = (one.bucket.key for one, numbers in self._taken if not torch.isfinite(numbers).all())
+        return next(bad, None)
 
-    def store(self) -> bool:
-        """Let those that `take` has found rest as averages; return whether any has."""
+    def store(self) -> None:
+        """Let those that the step takes rest as averages. Where nothing rests, zeros of no sum do
+        beside one: whoever adds to an assigned gradient sets to zero first what rests of it.
+        """
         taken, self._taken = self._taken, []
         with torch._C.DisableTorchFunctionSubclass():
-            for one in taken:
-                one.store()
-        return bool(taken)
-
-    def check_finite(self) -> None:
-        """Raise StateError for one that is not finite, after the ranks have agreed on the step."""
-        for taken in self._taken:
-            if not taken.is_finite:
-                raise StateError(
-                    f"the gradient assigned to {taken.trained.name!r} holds NaN or infinity: assign"
-                    " a finite one, or drop the step with zero_grad()"
-                )
+            for one, numbers in taken:
+                bucket, index = one.bucket, one.index
+                bucket.accumulator.open_empty()
+                flat = numbers.new_empty(numbers.numel())
+                bucket.flat.buffer.view_in(flat, index).copy_(numbers)
+                bucket.accumulator.store(index, flat)
+        if taken:
+            self._seal()
 
     def compare(self) -> None:
         """Raise PlanMismatch where ranks have assigned different gradients to one parameter.

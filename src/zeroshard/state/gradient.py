@@ -92,9 +92,8 @@ class Gradient:
         self._squares: dict[tuple[Range, ...], ExactSum] = {}
         self._finite: dict[tuple[Range, ...], bool] = {}  # of others: whether they are finite
         self._wait: Callable[[], None] | None = None  # for a step that may be reading it
-        self._flushing: list[tuple[Work, torch.Tensor]] = []  # copies under way, and what they read
-        # sums on their way to the host, to be added there
-        self._to_add: list[tuple[torch.Tensor, Work, torch.Tensor]] = []
+        # copies under way and what they read; of a sum to be added on the host: where it arrives
+        self._coming: list[tuple[Work, torch.Tensor, torch.Tensor | None]] = []
 
     def lose(self, error: StorageError) -> None:
         """It holds no gradient any more."""
@@ -135,16 +134,20 @@ class Gradient:
 
     def take(self, total: torch.Tensor, fresh: bool) -> None:
         """Take over `total` (the device's sum, fp32 or the dtype of the rest); `fresh`: it is the
-        first. Not of one on the device, where a reduce adds by itself.
+        first. (On the device a reduce adds by itself.)
         """
         if self.lost is not None:
+            return
+        if self.on_device:
+            there = self.fetch(*self._own)
+            there.copy_(total) if fresh else there.add_(total)
             return
         with self.losing():
             if fresh:
                 self._passed.add(total)
                 source = total.to(self.dtype)
                 writes = self.numbers.write(*self._own, source)
-                self._flushing += [(work, source) for work in writes]
+                self._coming += [(work, source, None) for work in writes]
                 return
             self.wait_writes()
             if isinstance(self._memory.link, Direct):
@@ -152,7 +155,7 @@ class Gradient:
                 return
             host = bounce_buffer(total.numel(), total.dtype, total.device)
             work = self._memory.link.copy(host, total, "to_host")
-            self._to_add.append((host, work, total))  # the copy reads `total`
+            self._coming.append((work, total, host))
 
     def _add(self, total: torch.Tensor) -> None:
         for low, there in self.blocks(*self._own, write=True):
@@ -167,21 +170,21 @@ class Gradient:
 
     def wait_writes(self) -> None:
         """Return when everything that has arrived rests."""
-        landing, self._flushing = self._flushing, []
-        for work, _ in landing:
-            work.wait()
-        pending, self._to_add = self._to_add, []
-        for host, work, _ in pending:
-            wait_on_host(work)
-            self._add(host)
+        coming, self._coming = self._coming, []
+        for work, _, host in coming:
+            if host is None:
+                work.wait()
+            else:
+                wait_on_host(work)
+                self._add(host)
 
     @property
     def is_flushing(self) -> bool:
         """Whether a sum is still on its way here, and so held on the device, too."""
         with self.losing():
-            while self._flushing and self._flushing[0][0].done():
-                self._flushing.pop(0)[0].wait()  # raises what went wrong
-        return bool(self._to_add or self._flushing)
+            while self._coming and self._coming[0][2] is None and self._coming[0][0].done():
+                self._coming.pop(0)[0].wait()  # raises what went wrong
+        return bool(self._coming)
 
     def reopen(self) -> None:
         """Turn range `own` of an average back into a sum, to which more is added."""
