@@ -294,22 +294,28 @@ def test_an_assigned_gradient_is_stepped_or_reduced_as_ddp_does(how: str) -> Non
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("row", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [("zero1", ""), ("zero3", ""), ("zero3", "repartitioned"), ("zero2", "in join()")],
+)
 @on_ranks(2)
 def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(
-    rank: int, row: str, everywhere: bool
+    rank: int, row: str, where: str, everywhere: bool
 ) -> None:
     model = make_model(layers=2)
     frozen = model.blocks[1].up.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
     engine = zs.shard(model, optimizer, policy=row)
+    if where == "repartitioned":
+        engine.repartition(policy="zero1")
     for step in range(2):
-        engine.backward(model(*batch(rank, step)))
-        if everywhere or rank == 0:
-            frozen.grad = torch.ones_like(frozen)
         try:
-            optimizer.step()
+            with engine.join() if where == "in join()" else contextlib.nullcontext():
+                engine.backward(model(*batch(rank, step)))
+                if everywhere or rank == 0:
+                    frozen.grad = torch.ones_like(frozen)
+                optimizer.step()
         except (StateError, PlanMismatch) as error:
             told.append(f"{type(error).__name__}: {error}")
         frozen.grad = None
