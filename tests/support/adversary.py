@@ -36,8 +36,8 @@ CYCLES = 10_000_000  # about five milliseconds: the host must be on its way with
 class ForgetfulReduction(Reduction):
     """A reduce that holds its bucket until that is asked for, and nothing else."""
 
-    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any, apart: Any) -> None:
-        super().__init__(flight, buffer, loan, (), apart)
+    def __init__(self, flight: Any, buffer: Any, loan: Any, uses: Any) -> None:
+        super().__init__(flight, buffer, loan, ())
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
