@@ -4,10 +4,12 @@ offload_states(), averages, savers, a split that moves, columns that are publish
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +20,12 @@ from tests.support.harness import on_ranks
 from tests.support.repartitions import Trained, loaded, made, rests
 from tests.support.training import batch
 from zeroshard.core.work import Work
+from zeroshard.optim.runner import TileRunner
 from zeroshard.runtime.flat_weights import FlatWeights
+from zeroshard.runtime.relayout import Facts
+from zeroshard.runtime.segment_states import SegmentStates
 from zeroshard.runtime.step_tiles import Balance
+from zeroshard.sharding import repartition
 
 NODES = zs.Comm(transport="gloo", node_size=2, hierarchical=True)
 
@@ -186,3 +192,28 @@ def test_a_split_that_moves_goes_with_states_that_are_set_sleep_and_move(
 ) -> None:
     found = [_split(rank, world, f"{tmp_path}/{moving}", moving) for moving in (True, False)]
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_a_repartition_looks_at_states_that_no_step_is_making(rank: int) -> None:
+    step, looks, facts_of = TileRunner._step, [], repartition.facts_of
+
+    def slowly(runner: TileRunner, *args: Any) -> None:
+        time.sleep(0.02)
+        step(runner, *args)
+
+    def looked(tables: Mapping[str, SegmentStates]) -> Facts:
+        facts = facts_of(tables)
+        looks.append(all("state.exp_avg" in kinds for kinds in facts.states.values()))
+        return facts
+
+    late = zs.Offload(grad="host", optimizer="host", delayed_update=0)
+    run = made(policy="zero3", offload=late)
+    with (
+        mock.patch.object(TileRunner, "_step", slowly),
+        mock.patch.object(repartition, "facts_of", looked),
+    ):
+        run.train(rank, range(1))
+        run.engine.repartition(policy="zero1")
+    assert looks == [True]
+    run.engine.close()

@@ -236,6 +236,7 @@ class Repartition:
                 " optimizer.step() or zero_grad()"
             )
         parts.check_at_rest(_CALL)
+        states.join_trained()  # a late step makes states
         # raises for state that cannot be cut
         facts_of(states_at_rest(parts.weights, parts.sharded, _averages(engine)))
         old, new = set(self._ranks), set() if mesh is None else set(mesh.mesh.flatten().tolist())
