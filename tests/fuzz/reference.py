@@ -335,8 +335,8 @@ class ByHand:
         return sum_of(self.parameters.values())
 
     def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None:
-        """A step that is given up changes nothing."""
-        self.publish()
+        """A step that is given up changes nothing, and leaves no gradient."""
+        self.reset()
 
     def joined(self, here: bool) -> contextlib.AbstractContextManager[bool]:
         """Ranks without data take part all the same."""
