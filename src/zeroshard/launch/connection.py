@@ -31,9 +31,8 @@ from zeroshard.launch.options import Host
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
 from zeroshard.system.this_host import is_loopback
-from zeroshard.terminal import UsageError
+from zeroshard.terminal import EXIT_IO, UsageError
 
-EXIT_IO = 74
 GREETING = b"\n\x01zeroshard 1\n"
 OUT, ERR, NOTE = b"o", b"e", b"n"
 _HEAD = struct.Struct("!cI")

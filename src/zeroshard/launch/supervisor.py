@@ -40,6 +40,7 @@ from pathlib import Path
 
 from zeroshard.launch.leftovers import end_sessions
 from zeroshard.launch.worker import STACKS_SIGNAL, TIME
+from zeroshard.terminal import EXIT_INTERRUPTED
 
 _ANSWER_S = 0.3
 _LATE_S = 3.0  # for those that have not begun to answer by then, on a loaded machine
@@ -52,7 +53,6 @@ CONSEQUENCE_LAG_S = 1.0
 STALL_S = 600.0
 EXIT_PREEMPTED = 75
 EXIT_STALL = 71
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 CONTRACT_EXIT_CODES = frozenset({3, 70, 71, 72, 73, 74, EXIT_PREEMPTED})
 # A peer's broken connection may end in SIGABRT (a C++ thread that throws); SIGTERM and SIGINT are
 # what launchers send.

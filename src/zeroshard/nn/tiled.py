@@ -209,8 +209,7 @@ class TiledLinear(nn.Module):
         for kind in ("weight", "bias") if self.has_bias else ("weight",):
             whole = state_dict.pop(prefix + kind, None)
             if whole is None:
-                names = [name for name, _ in self.named_parameters()]
-                parts = [prefix + name for name in names if name.endswith(f".{kind}")]
+                parts = [prefix + name for name in self.state_names(kind)]
                 absent = [name for name in parts if name not in state_dict]
                 missing += [prefix + kind] if absent == parts else absent
             elif tuple(whole.shape) != shapes[kind]:
@@ -219,6 +218,10 @@ class TiledLinear(nn.Module):
             else:
                 state_dict |= {prefix + name: part for name, part in self._parts({kind: whole})}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def state_names(self, kind: str) -> list[str]:
+        """Return the tiles' names of `kind`, "weight" or "bias"."""
+        return [name for name, _ in self.named_parameters() if name.endswith(f".{kind}")]
 
 
 def _cut(size: int, tiles: int, side: str) -> list[int]:

@@ -233,7 +233,8 @@ class HiddenMethod:
         """`call` is called with the method and its arguments."""
         self._entries, self._name, self._call = vars(optimizer), name, call
         self._own, self._method = self._entries.get(name), getattr(optimizer, name)
-        self._entries[name] = update_wrapper(self, self._method)  # Accelerate reads the signature
+        # Accelerate reads the signature; the method may be one of these, with entries of its own
+        self._entries[name] = update_wrapper(self, self._method, updated=())
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._call(self._method, *arguments, **options)

@@ -11,7 +11,7 @@ next forward. Cost: whatever the request costs; nothing is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -153,16 +153,13 @@ class StateAccess:
         self.join_step()
         return states_at_rest(self._weights, self._sharded, averages).values()
 
-    def resting_pieces(
-        self, kinds: Container[str] = (VALUE,), *, share: bool = False
-    ) -> Iterator[RestingPiece]:
-        """Yield what rests here of every parameter: the master where there is one, else the weight;
-        or other `kinds`.
+    def resting_pieces(self, *, share: bool = False) -> Iterator[RestingPiece]:
+        """Yield what rests here of every parameter: the master where there is one, else the weight.
 
         With `share`, of what rests on every rank only this rank's share: all ranks' pieces together
         are then every element once.
         """
-        return chain.from_iterable(table.pieces(kinds, share=share) for table in self.tables())
+        return chain.from_iterable(one.pieces((VALUE,), share=share) for one in self.tables())
 
     def stepped_pieces(self) -> Iterator[ParamShard]:
         """Yield what the optimizer steps here, a tensor of its own per piece of a parameter."""

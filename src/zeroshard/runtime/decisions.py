@@ -147,7 +147,7 @@ def refuse(
 
 def _look(value: Any) -> Any:
     """Return a stand-in for an option that is equal as long as the option is."""
-    if type(value) in _PLAIN or isinstance(value, (int, float, str)):
+    if value is None or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
         return id(value), value._version

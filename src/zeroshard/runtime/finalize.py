@@ -111,6 +111,7 @@ class Finalizer:
         self._axes = context.axes
         self._everyone = context.everyone
         self._held = context.held
+        self._head = struct.Struct(_HEAD.format(len(self._held[1])))
         self._probe = context.streams.probe
         self._digest = digest
         self._scaler = scaler
@@ -329,7 +330,7 @@ class Finalizer:
             here.weight,
             bad,
         )
-        head, width = struct.Struct(_HEAD.format(len(mine.digests))), (len(used) + 7) // 8
+        head, width = self._head, (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
             payloads = self._transport.control.exchange(mine.pack(head, width), _STEP)
         read = {one: _Answer.unpack(one, head, width) for one in set(payloads)}  # mostly one

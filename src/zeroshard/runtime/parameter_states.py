@@ -227,8 +227,13 @@ class ParameterStates:
         return [shard for shard in self._states.stepped_pieces() if shard.parameter is self._param]
 
     def _pieces(self, kind: str) -> list[RestingPiece]:
-        resting = self._states.resting_pieces((kind,))
-        return [piece for piece in resting if piece.parameter is self._param]
+        return [
+            piece
+            for table in self._states.tables()
+            if any(one is self._param for one in table.segment.parameters)
+            for piece in table.pieces((kind,))
+            if piece.parameter is self._param
+        ]
 
     def _compare(self, what: str, value: torch.Tensor, local: bool) -> None:
         """Raise PlanMismatch where ranks set another state, or other numbers where these are whole.

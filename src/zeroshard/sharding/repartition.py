@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -135,8 +135,14 @@ _CUT_OFF = (
 )
 
 
-# makes what the parts of an engine share (sharding/api.py); collective over the ranks of the axes
-MakeContext = Callable[..., Context]  # (request, mesh_axes, trains=)
+class MakeContext(Protocol):
+    """Make what the parts of an engine share (sharding/api.py). Collective over the
+    ranks of `mesh_axes`.
+    """
+
+    def __call__(
+        self, request: ShardRequest, mesh_axes: MeshAxes, /, *, trains: bool
+    ) -> Context: ...
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import ELEMENTWISE, check_elementwise, shard_state
+from zeroshard.optim.copies import ELEMENTWISE, HiddenMethod, check_elementwise, shard_state
 
 # -- whole parameters against pieces
 # --------------------------------------------------------------------------------------------------
@@ -560,3 +560,23 @@ def test_training_goes_on_with_the_same_bits_after_its_state_was_cut(cls: Any) -
         of_pieces.step()
     for piece, (index, start, stop) in zip(pieces, cuts, strict=True):
         assert torch.equal(piece, whole[index].detach().reshape(-1)[start:stop])
+
+
+def test_a_method_that_is_hidden_twice_is_called_through_both() -> None:
+    optimizer, called = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), []
+
+    def noting(who: str) -> Any:
+        def call(method: Any, *args: Any, **options: Any) -> None:
+            called.append(who)
+            method(*args, **options)
+
+        return call
+
+    inner, outer = (HiddenMethod(optimizer, "zero_grad", noting(who)) for who in ("inner", "outer"))
+    optimizer.zero_grad(set_to_none=False)
+    assert called == ["outer", "inner"]
+    outer.remove()
+    optimizer.zero_grad()
+    assert called == ["outer", "inner", "inner"]
+    inner.remove()
+    assert "zero_grad" not in vars(optimizer)
