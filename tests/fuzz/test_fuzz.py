@@ -88,6 +88,16 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         width=24,
         steps=(Step((Micro(), Micro(no_sync=True))),),
     ),
+    "ranks without data beside a last micro-batch inside no_sync": Program(
+        100145,
+        world=3,
+        row="zero1",
+        shares=(0.0, 0.9, 0.1),
+        optimizer="sgd",
+        detached=True,
+        layers=(Layer("plain"),),
+        steps=(Step((Micro(), Micro(no_sync=True)), absent=(1, 2)),),
+    ),
     "a weight used outside in two forwards with a backward each": Program(
         2759,
         transport="gloo",

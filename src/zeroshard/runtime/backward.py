@@ -396,7 +396,7 @@ class Backward:
                 if self.zeroed.issuperset(id(one.parameter) for one in self.parameters.used()):
                     self.accumulation.forget_weights()
                 self.zeroed.clear()
-            self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
+            self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor, sync=mode.sync)
             if mode.has_loss:
                 self.accumulation.weigh(mode.weight)
         repeated = {unit: unit.residency.counts[Use.REPEATED] for unit in self._trainable}
@@ -541,8 +541,11 @@ class Backward:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients rest here that no reduce over all ranks has taken."""
-        return True in [bucket.has_unreduced for bucket in self.buckets]
+        """Whether gradients may rest on any rank that no reduce over all ranks has taken: here, or
+        elsewhere after the same last backward, where this rank had no data, or another branch.
+        """
+        may = not self.accumulation.sync
+        return True in [b.has_unreduced or (may and b.sums_micro_batches) for b in self.buckets]
 
     def flush(self) -> None:
         """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
@@ -552,6 +555,7 @@ class Backward:
             self.leaves.refuse_late()
         for unit in reversed(self._trainable):
             self.reductions.start(unit, sync=True, with_earlier=True)
+        self.accumulation.sync = True
         self.seal()
 
     # ------------------------------------------------------------------ what the user sees as .grad
