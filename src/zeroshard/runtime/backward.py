@@ -93,6 +93,7 @@ class Backward:
         self._pass = BackwardPass()
         # of the last gradient at an output: the module's units, and the node that made the output
         self._begun_at: tuple[Sequence[Unit], Any] = ((), None)
+        self._synced = True  # the last backward was outside no_sync(), or all was flushed
         self.zeroed: set[int] = set()  # parameters, by id, since the last backward
         self._trainable = [unit for unit in weights.units if unit.trainable]
         # in unit order
@@ -396,7 +397,8 @@ class Backward:
                 if self.zeroed.issuperset(id(one.parameter) for one in self.parameters.used()):
                     self.accumulation.forget_weights()
                 self.zeroed.clear()
-            self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor, sync=mode.sync)
+            self.accumulation.add(scaled=mode.scaled, divisor=mode.divisor)
+            self._synced = mode.sync
             if mode.has_loss:
                 self.accumulation.weigh(mode.weight)
         repeated = {unit: unit.residency.counts[Use.REPEATED] for unit in self._trainable}
@@ -541,21 +543,17 @@ class Backward:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients may rest on any rank that no reduce over all ranks has taken: here, or
-        elsewhere after the same last backward, where this rank had no data, or another branch.
-        """
-        may = not self.accumulation.sync
+        """Whether gradients rest here, or may rest elsewhere, that no reduce has taken."""
+        may = self.accumulation.has_gradient and not self._synced
         return True in [b.has_unreduced or (may and b.sums_micro_batches) for b in self.buckets]
 
     def flush(self) -> None:
-        """Reduce everything once more: some rank `has_unreduced` gradients (every backward was
-        inside ``no_sync``, or some came late).
-        """
+        """Reduce all once more: some rank has unreduced gradients, late ones or of ``no_sync``."""
         if self.leaves is not None:
             self.leaves.refuse_late()
         for unit in reversed(self._trainable):
             self.reductions.start(unit, sync=True, with_earlier=True)
-        self.accumulation.sync = True
+        self._synced = True
         self.seal()
 
     # ------------------------------------------------------------------ what the user sees as .grad

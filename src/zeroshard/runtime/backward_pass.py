@@ -290,7 +290,6 @@ class Accumulation:
         self.scaled = False  # whether the loss of these gradients was scaled
         self.divisor = 1  # by which the step divides them, beside the number of ranks
         self.micro_batches = 0  # backwards
-        self.sync = True  # whether the last of them was outside no_sync()
         self.kinds = 0  # of backwards
         self._weight: Fraction | int = 0  # the exact sum of their weights
         self._weighs = True  # whether none of these is negative or not finite
@@ -311,9 +310,8 @@ class Accumulation:
                 " same scale_grads, or call zero_grad() between them"
             )
 
-    def add(self, *, scaled: bool, divisor: int = 1, sync: bool = True) -> None:
+    def add(self, *, scaled: bool, divisor: int = 1) -> None:
         """A backward begins."""
-        self.sync = sync
         self.micro_batches += self.micro_batches != UNKNOWN
         self.has_gradient = self.changed = True
         self.scaled, self.divisor = scaled, divisor
@@ -366,7 +364,7 @@ class Accumulation:
     def clear(self, micro_batches: int = 0) -> None:
         """No gradient rests here any more; `micro_batches` UNKNOWN: others may have some."""
         self.has_gradient = self.scaled = False
-        self.changed, self.sync, self.divisor = True, True, 1
+        self.changed, self.divisor = True, 1
         self.forget_weights()
         self.micro_batches = micro_batches
 
