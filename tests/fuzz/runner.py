@@ -663,6 +663,8 @@ class _Loop:
                 loss.register_hook(_give_up)
             with within("backward"):
                 trainer.backward(loss, weights=self._next_weights())
+        if gives_up and where not in ("clip", "step"):  # after the clip others may step
+            raise BadBatchError
         if (where, kind) != ("step", "alone"):  # else the others need nobody for their step
             with within("clip"):
                 trainer.clip(1.0)

@@ -132,12 +132,13 @@ class Notices:
         """
         now = time.monotonic()
         if now >= self._look_at and not self._is_looking:
-            self._look_at, self._is_looking = now + _EVERY_S, True
+            self._look_at = now + _EVERY_S
             run(lambda: self._look(generation + 1))
         entered, ranks = self._gave_up
         return ranks if entered > generation else ()
 
     def _look(self, generation: int) -> None:
+        self._is_looking = True  # here: a signal's handler may raise before this thread is asked
         try:
             if self._store.check([f"{generation}"]):
                 self._gave_up = (
