@@ -83,7 +83,7 @@ def padded_numel(engine: zs.Engine, *, trained: bool = False) -> int:
     return sum(
         segment.flat.layout.numel
         for segment in segments(engine)
-        if not trained or segment.grad is not None
+        if not trained or segment.bucket is not None
     )
 
 
@@ -395,7 +395,7 @@ def alter_weights_at_rest(engine: zs.Engine) -> None:
 
 def frozen_bytes_and_numel(engine: zs.Engine) -> tuple[int, int]:
     """Return the bytes at rest of the segments without gradient, and their elements in all."""
-    frozen = [segment.flat for segment in segments(engine) if segment.grad is None]
+    frozen = [segment.flat for segment in segments(engine) if segment.bucket is None]
     return sum(flat.rest_bytes for flat in frozen), sum(flat.layout.numel for flat in frozen)
 
 
@@ -424,7 +424,7 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
     """Return the bytes of gradient buffers that are being filled or reduced now; memory that the
     pool has lent again counts for its last loan.
     """
-    buckets = [segment.grad for segment in segments(engine) if segment.grad is not None]
+    buckets = [segment.bucket for segment in segments(engine) if segment.bucket is not None]
     reductions = [bucket.reduction for bucket in buckets if bucket.reduction is not None]
     loans = [reduction.loan for reduction in reductions if reduction.loan is not None]
     return sum(bucket.num_bytes for bucket in buckets if bucket.buffer is not None) + sum(
@@ -434,7 +434,7 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
 
 def resting_gradients(engine: zs.Engine) -> list[Callable[[], object]]:
     """Return weak references to the gradients at rest, by segment."""
-    return [segment.grad.accumulator.resting for segment in segments(engine) if segment.grad]
+    return [segment.bucket.accumulator.resting for segment in segments(engine) if segment.bucket]
 
 
 def flush_gradients(engine: zs.Engine) -> None:

@@ -229,7 +229,7 @@ def lost_leaf(training: Training) -> AbstractContextManager[None]:
 @contextmanager
 def first_sum(training: Training, change: Callable[[torch.Tensor], object]) -> Iterator[None]:
     """Change what the first reduce of the step leaves in the gradient."""
-    bucket = segment_of(training).grad
+    bucket = segment_of(training).bucket
     assert bucket is not None
     wait, left = bucket.wait, [True]
 
@@ -269,7 +269,7 @@ def after_clip(training: Training) -> Iterator[None]:
 
     def clipped(norm: float) -> torch.Tensor:
         out = clip(norm)
-        accumulator = segment_of(training).grad.accumulator  # type: ignore[union-attr]
+        accumulator = segment_of(training).bucket.accumulator  # type: ignore[union-attr]
         gradient = accumulator.resting()
         assert gradient is not None
         flip(gradient.numbers.whole[accumulator.own[0] :])

@@ -136,13 +136,13 @@ class Hop:
 
     def tier_bytes(self, buffer: float | Portion) -> TierBytes:
         """Return what this rank reads from other tiers and writes to them; adding to what is on
-        disk does both.
+        another tier than the addend does both.
         """
         moved = self.held_bytes(self.target, buffer)
-        to_disk = self.kind is Kind.ADD and self.target.tier is Tier.DISK
+        arrives = self.kind is Kind.ADD and self.source.tier is not self.target.tier
         return TierBytes(
-            moved if self.kind is Kind.READ or to_disk else 0.0,
-            moved if self.kind is Kind.WRITE or to_disk else 0.0,
+            moved if self.kind is Kind.READ or arrives else 0.0,
+            moved if self.kind is Kind.WRITE or arrives else 0.0,
         )
 
     def __str__(self) -> str:

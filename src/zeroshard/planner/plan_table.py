@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.core.policy import ROWS
 from zeroshard.terminal import (
     Table,
     UsageError,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _FITS = "fits"
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
-_OF_NODES = ("hpz", "mics", "hfsdp")
 _LEGEND = {
     "zero3-keep": "zero3 with weights that stay gathered from forward to backward",
     "hpz": "zero3 with backwards that gather weights inside the node (ZeRO++)",
@@ -48,7 +48,7 @@ def print_plan(plan: Plan, price: float | None = None) -> None:
         first = next((one for one in rows if replace(one, row=row.row) == row), None)
         if first is None:
             rows.append(row)
-        elif row.row not in _OF_NODES:  # on one node they are zero3: three words for nothing
+        elif not ROWS[row.row].keeps_columns:  # rows of nodes have nothing to say on one
             where = elsewhere(row.tiers)
             key = first.row if where == "-" else f"{first.row}, {where}"
             equal.setdefault(key, {})[row.row] = None

@@ -231,7 +231,7 @@ class StateAccess:
         lies, and whether it is trained.
         """
         return {
-            id(parameter): (part, stride, segment.grad is not None)
+            id(parameter): (part, stride, segment.bucket is not None)
             for segment in self._weights.segments
             for parameter, part, stride in zip(
                 segment.parameters, segment.parts, segment.flat.strides, strict=True
@@ -336,8 +336,8 @@ class StateAccess:
                 for unit in self._weights.units:
                     for segment in unit.segments:
                         segment.renew(self._context.tiering.store)
-                        if segment.grad is not None:
-                            segment.grad.accumulator.release_idle()
+                        if segment.bucket is not None:
+                            segment.bucket.accumulator.release_idle()
                 for tile in () if self._sharded is None else self._sharded.tiles:
                     for storage in tile.segment.moments.values():
                         storage.close()

@@ -325,7 +325,7 @@ class Bucket:
 
     def _complete(self, with_earlier: bool) -> bool:
         """Let the buffer hold all that is to be reduced, zeros where there is no gradient (or add
-        zero to the sum that rests there). Return whether anything is to be reduced now.
+        zero to the sum that rests there). Return whether to reduce now: leaves wait for the last.
         """
         if with_earlier and self._waits:
             self._move_sum()

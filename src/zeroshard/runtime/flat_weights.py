@@ -213,10 +213,10 @@ class FlatWeights:
         if self.is_local:
             return self._mapped
         if not self._is_plain or raw:
-            return tuple(_Gather(self, *self._start(raw)).ready_hops())
+            return tuple(_Gather(self, *self._route_and_source(raw)).ready_hops())
         built, out, rest = self._built, buffer.tensor, self.rest.tensor
         if built is None or built[0] is not out or built[1] is not rest:
-            hops = tuple(_Gather(self, *self._start(raw)).ready_hops())
+            hops = tuple(_Gather(self, *self._route_and_source(raw)).ready_hops())
             self._built = built = (out, rest, hops)
         return built[2]
 
@@ -229,7 +229,7 @@ class FlatWeights:
     def _mapped(self) -> Sequence[ReadyHop]:
         """A gather that moves nothing; its bytes are those that it makes readable."""
         assert self.window is not None
-        received = self._start(raw=False)[0].bytes(self.portion).total
+        received = self._route_and_source(raw=False)[0].bytes(self.portion).total
         operation = Operation("gather", Kind.ALL_GATHER.value, self.key, received)
         describe = (lambda: operation) if received else None  # else there is a single rank
         return (ReadyHop(self.window_gather, describe=describe),)
@@ -245,7 +245,7 @@ class FlatWeights:
         assert self.window is not None, self.key
         return self._gather_column if self.awaits_nodes else self.window.gather
 
-    def _start(self, raw: bool) -> tuple[Route, torch.Tensor]:
+    def _route_and_source(self, raw: bool) -> tuple[Route, torch.Tensor]:
         """Return the route to take, and what it starts with; where that is read first: where to."""
         if self.column is not None and not raw:
             return self.routes.unshard_backward, self.column

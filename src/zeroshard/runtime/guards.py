@@ -62,7 +62,7 @@ class Watch:
         self._frozen = [
             (name, parameter)
             for segment in segments
-            if segment.grad is None
+            if segment.bucket is None
             for name, parameter in zip(segment.names, segment.parameters, strict=True)
         ]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -97,7 +97,7 @@ class OffloadedStates:
         bring_to_rest(self._weights)
         self._transports.begin_write()
         for segment in self._weights.segments:
-            resting = None if segment.grad is None else segment.grad.accumulator.resting()
+            resting = None if segment.bucket is None else segment.bucket.accumulator.resting()
             if resting is not None and resting.on_device:
                 self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
         if self._sharded is not None:

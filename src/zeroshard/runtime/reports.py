@@ -175,9 +175,9 @@ def _resting(units: Sequence[Unit], optimizer: dict[Tier, int]) -> dict[str, dic
             if master is not None and not segment.master_is_weight:
                 add("master", master.bytes_by_tier())
                 add("master", {Tier.DEVICE: -segment.aliased * master.dtype.itemsize})
-            if segment.grad is not None:
-                add("grad", segment.grad.bytes_by_tier())
-                add("residual", {Tier.DEVICE: segment.grad.residual_bytes})
+            if segment.bucket is not None:
+                add("grad", segment.bucket.bytes_by_tier())
+                add("residual", {Tier.DEVICE: segment.bucket.residual_bytes})
     add("optimizer", optimizer)
     return {
         state: {tier: num_bytes for tier, num_bytes in by_tier.items() if num_bytes}

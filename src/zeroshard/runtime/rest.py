@@ -33,7 +33,7 @@ class Rest:
         self._faults = faults
         self._transports = transports
         self._segments = list(weights.segments)
-        self._trained = [segment for segment in self._segments if segment.grad is not None]
+        self._trained = [segment for segment in self._segments if segment.bucket is not None]
         # segments with weights from other tiers that are waited for here: a peer may wait for them
         # before this rank comes to the unit, or the weights are in use as they are
         self._awaited = set[Segment]()
@@ -108,8 +108,8 @@ class Rest:
             yield
         for unit in self._weights.units:
             for segment in unit.trainable:
-                if segment.grad is not None:
-                    segment.grad.reset_residual()  # of gradients of other weights
+                if segment.bucket is not None:
+                    segment.bucket.reset_residual()  # of gradients of other weights
         self.publish(frozen=True)
         if any(segment.keeps_writes for segment in self._weights.segments):
             self._weights.finish_gathers()

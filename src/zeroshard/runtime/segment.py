@@ -36,18 +36,18 @@ class Segment:
         self,
         plan: SegmentPlan,
         flat: FlatWeights,
-        grad: Bucket | None,
+        bucket: Bucket | None,
         *,
         split: int,
     ) -> None:
-        """`grad`: of trainable segments only."""
+        """`bucket`: of trainable segments only."""
         self.names = tuple(plan.members)
         self.parameters = tuple(plan.members.values())
         self.parts = plan.parts  # of the parameters, that are here
         self.given = tuple(parameter.dtype for parameter in self.parameters)  # before shard()
         self.flat = flat
         self.key = flat.key  # what it is called in collectives
-        self.grad = grad
+        self.bucket = bucket
         self.master: State | None = None  # what the optimizer steps
         self.own_master: State | None = None  # the same, unless it is the weights themselves
         self.weight = flat.weight  # the weights that follow from it
@@ -74,7 +74,7 @@ class Segment:
         """Whether a gather brings anything: frozen weights that every rank keeps whole stay as they
         are when others are stepped.
         """
-        return self.grad is not None or not self.flat.replicated or self.rewritten
+        return self.bucket is not None or not self.flat.replicated or self.rewritten
 
     def take_news(self) -> bool:
         """Return whether a gather that begins brings anything."""
@@ -86,14 +86,14 @@ class Segment:
         """Whether its parameters may be written to wherever they can be read, alike on every rank:
         every rank keeps them whole, on the device, and no step writes to them.
         """
-        return self.grad is None and self.flat.replicated and not self.flat.buffer.is_ours
+        return self.bucket is None and self.flat.replicated and not self.flat.buffer.is_ours
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether every rank keeps the parameters whole, and what is written to them, alike on
         every rank, is trained on: they are the masters, or the masters follow (`take_writes`).
         """
-        is_late = self.grad is not None and self.flat.context.tiering.delayed_update is not None
+        is_late = self.bucket is not None and self.flat.context.tiering.delayed_update is not None
         return self.flat.replicated and not self.flat.buffer.is_ours and not is_late
 
     def watch(self, *, strict: bool) -> None:
@@ -139,8 +139,8 @@ class Segment:
         the gradients to come, too: they rest where they are read. `make_master` follows.
         """
         self.split = split
-        if with_gradient and self.grad is not None:
-            self.grad.accumulator.move(split)
+        if with_gradient and self.bucket is not None:
+            self.bucket.accumulator.move(split)
 
     def make_master(
         self,
@@ -224,7 +224,7 @@ class Segment:
         """
         casts, master = list[tuple[torch.Tensor, torch.Tensor]](), self.own_master
         assert master is not None, self.key
-        in_tiles = self.grad is not None and self.grad.accumulator.tiered
+        in_tiles = self.bucket is not None and self.bucket.accumulator.tiered
         spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
         if everything:
             spans += tiles(master.split, master.numel, _TILE)
@@ -351,8 +351,8 @@ class Segment:
         for state in (self.weight, self.master):
             if state is not None:
                 state.release()
-        if self.grad is not None:
-            self.grad.accumulator.release_idle()
+        if self.bucket is not None:
+            self.bucket.accumulator.release_idle()
 
     def heal(self) -> None:
         """Make released parameters read as NaN again; what was on its way is lost."""

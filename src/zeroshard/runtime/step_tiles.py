@@ -146,7 +146,7 @@ _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     """Return the tiles of `segment` on this rank, each with at least one shard."""
-    bucket, master, split = segment.grad, segment.master, segment.split
+    bucket, master, split = segment.bucket, segment.master, segment.split
     assert bucket is not None and master is not None
     tier = cells.optim.tier
     stepped = SteppedSegment(

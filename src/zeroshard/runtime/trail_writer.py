@@ -284,8 +284,8 @@ class TrailWriter:
             self._file.write(hashes.read())
             raise SystemExit(0)  # of a replay: the sums are not a step's
         for _, segment in self._trained:
-            assert segment.grad is not None
-            first = segment.grad.accumulator.own[0]
+            assert segment.bucket is not None
+            first = segment.bucket.accumulator.own[0]
             pieces = segment.flat.layout.pieces(self._rank)
             self._add_gradient(hashes, "sum", segment, pieces, first)
 
@@ -389,8 +389,8 @@ class TrailWriter:
         self, hashes: StepHashes, phase: str, segment: Segment, pieces: Sequence[Piece], first: int
     ) -> None:
         """Add `pieces` of the gradient that rests here, which begin at element `first` of it."""
-        assert segment.grad is not None
-        accumulator = segment.grad.accumulator
+        assert segment.bucket is not None
+        accumulator = segment.bucket.accumulator
         resting = accumulator.resting()
         if resting is None:
             return

@@ -188,7 +188,7 @@ class FrozenParameters:
             (name, parameter)
             for segment in segments
             for name, parameter in zip(segment.names, segment.parameters, strict=True)
-            if segment.grad is None and id(parameter) in stepped
+            if segment.bucket is None and id(parameter) in stepped
         ]
 
     def note(self, decisions: Decisions) -> str:

@@ -50,7 +50,7 @@ class Unit:
         self._context = self.segments[0].flat.context
         moves = not all(segment.flat.is_local for segment in segments)
         self._lane: Lane | None = "gather" if moves else None
-        frozen = [segment for segment in segments if segment.grad is None]
+        frozen = [segment for segment in segments if segment.bucket is None]
         # whether its backward may need weights after its last trainable gradient has come
         self.has_frozen = bool(frozen)
         # whether a gather may leave segments out: frozen ones that every rank keeps whole
@@ -88,12 +88,12 @@ class Unit:
     @cached_property
     def trainable(self) -> list[Segment]:
         """The segments with parameters that have gradients."""
-        return [segment for segment in self.segments if segment.grad is not None]
+        return [segment for segment in self.segments if segment.bucket is not None]
 
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The gradients of each of the `trainable` segments."""
-        return [segment.grad for segment in self.segments if segment.grad is not None]
+        return [segment.bucket for segment in self.segments if segment.bucket is not None]
 
     # ------------------------------------------------------------------ its gradients
 

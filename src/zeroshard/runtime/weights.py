@@ -1,7 +1,7 @@
 """Execute a schedule's commands on the weights of one engine's units.
 
-    hooks --> Loop --> Weights.unshard(unit)   the schedule decides       core/schedule
-                         START, WAIT, RELEASE  runtime/unit.py            the bytes move
+    hooks --> Loop --> Weights.need(unit)      the schedule decides       core/schedule
+                       Weights.run(commands)   START, WAIT, RELEASE       runtime/unit.py
 
 Beside that it knows under which step the weights are valid (`epoch`), whether states may be used
 at all (`availability`), and whether the user sees what rests. Invariant: no decision is made here
@@ -186,7 +186,7 @@ class Weights:
             self.run(commands)
 
     def need(self, unit: Unit, phase: Phase) -> Commands:
-        """Return the commands of `unshard`, for a hook that runs them: a call nearer to the wire.
+        """Return the commands that gather `unit`, and start those expected next, to be `run`.
         Raises StateError where `unit` cannot be gathered.
         """
         self._check(unit, phase)

@@ -454,7 +454,7 @@ class Whole:
         or None where no rank used it. Collective.
         """
         segment, index = self.find(param)
-        bucket = segment.grad
+        bucket = segment.bucket
         if bucket is None:
             return None
         self._finalizer.finalize(param)
@@ -525,9 +525,9 @@ class Whole:
 
     def _steps_whole(self, segment: Segment) -> bool:
         """Whether every rank steps all of a segment."""
-        assert segment.grad is not None, segment.key
+        assert segment.bucket is not None, segment.key
         # not as many elements: one rank may own all of them
-        return len(segment.grad.accumulator.members) == segment.flat.layout.num_shards
+        return len(segment.bucket.accumulator.members) == segment.flat.layout.num_shards
 
     def _gather_own(self, key: str, segment: Segment, own: torch.Tensor) -> torch.Tensor:
         """Return [numel] of all ranks' slices; `own` is this one's."""

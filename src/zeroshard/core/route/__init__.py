@@ -289,12 +289,12 @@ class _Compiler:
 
     def _publish(self) -> Iterator[Hop]:
         """Yield the way of stepped masters into the weights, and to the ranks that rest them."""
-        weight, master = self.formats.weight, self.formats.master
+        weight, master, tier = self.formats.weight, self.formats.master, self.cells.optim.tier
         scope, goal = self._scope(self.cells.optim.scope), self._place(self.cells.weight)
-        is_master = weight == master and goal.tier is self.cells.optim.tier
+        is_master = weight == master and goal.tier is tier
         # a tile of a state on disk is stepped in the host's memory
-        on_device = self.cells.optim.tier is Tier.DEVICE
-        here = Place(scope, Tier.DEVICE if on_device else Tier.HOST)
+        on_device = tier is Tier.DEVICE
+        here = Place(scope, Tier.HOST if tier is Tier.DISK else tier)
         if weight != master:
             yield self._hop(Kind.CAST, here, here, weight, "compute" if on_device else "host")
         if not is_master and goal.tier is not here.tier:
