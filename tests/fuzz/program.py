@@ -167,7 +167,7 @@ class Program:
             return False
         apart = self.node_size is not None and self.node_size < self.world
         return (
-            self.transport == "gloo"
+            self.transport != "shared_memory"
             or self.weight_tier != "device"
             or self.weight_codec is not None
             or apart
@@ -241,6 +241,10 @@ def repair(program: Program) -> Program:
     rows = (program.row, *(e for step in program.steps for e in step.between if e in ROWS))
     if any(row(name).default.weight.is_sharded for name in rows):
         program = replace(program, watched="")  # gathered weights go while a thread reads them
+        if program.branches or any(step.absent for step in program.steps):
+            # gathers that meet by their order alone would mix units
+            native = program.transport == "nccl"
+            program = replace(program, transport="gloo" if native else program.transport)
     if program.branches:  # a rank cannot clear a gradient that it does not have
         kept = [
             replace(
