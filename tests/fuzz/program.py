@@ -376,8 +376,9 @@ def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
     if event in ("load", "back"):
         return "save" in earlier
     if event in CUT_OFF:  # the user's own collectives would wait for who has given up
+        # (and those in the process group's own until the time is up)
         crosses = any(layer.kind in CROSSING for layer in program.layers)
-        return not (crosses or program.gathered_features)
+        return not (crosses or program.gathered_features or program.transport == "nccl")
     if event == "write" and program.delayed is not None:
         return False  # an error, where weights are a step behind their masters
     return event in (*EVENTS, *INTERRUPTS, *WRITES, *READS) or _may_become(program, event)
