@@ -45,7 +45,7 @@ from tests.support import pipelines, tensor_parallel
 from tests.support.adversary import disturbed
 from tests.support.experts import Listed
 from tests.support.programs import DTYPES, WIDTH, Program, Trained, _on_host, checkpoint_on_host
-from tests.support.training import ROWS, Run, final_state, two_groups
+from tests.support.training import ROWS, Net, Routed, Run, final_state, two_groups
 from zeroshard.comm.select import has_native
 from zeroshard.memory import host_pages, pinned_pages
 from zeroshard.optim.runner import TileRunner
@@ -232,6 +232,35 @@ def _tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Branching(Program):
+    """Each rank runs blocks of its own choice in its own order; all of them run on some rank."""
+
+    routes_per_step: bool = False  # else a micro-batch has one of its own
+
+    def _model(self, device: str) -> Net:
+        torch.manual_seed(0)
+        return Routed(width=WIDTH).to(device)
+
+    def _data(self, device: str, rank: int) -> Callable[[int, int], list[Any]]:
+        data, every = super()._data(device, rank), self.micro_batches if self.routes_per_step else 1
+        return lambda rank, number: [*data(rank, number), ROUTES[rank % 2][number // every % 3]]
+
+
+# block 0 ends the first route of both: what fails there has started as much on each
+ROUTES = (((1, 3, 0), (3, 0), (0, 1, 2, 3)), ((3, 2, 0), (1, 2), (3, 2, 1, 0)))
+
+
+@dataclass(frozen=True)
+class BranchingJoined(Branching, Joined):
+    """The same with uneven numbers of batches."""
+
+
+@dataclass(frozen=True)
+class BranchingLeaves(Branching, OfLeaves):
+    """The same with leaves."""
+
+
+@dataclass(frozen=True)
 class Accumulated(Program):
     """All micro-batches through one unit before the next; their inputs rest on a tier."""
 
@@ -247,6 +276,13 @@ class Accumulated(Program):
             run.optimizer.step()
             run.optimizer.zero_grad()
         return [loss.item() for loss in losses]
+
+
+@dataclass(frozen=True)
+class BranchingAccumulated(Branching, Accumulated):
+    """Units in order over micro-batches that take one branch, another one on each rank."""
+
+    routes_per_step: bool = True
 
 
 @dataclass(frozen=True)
@@ -498,7 +534,7 @@ def _experts() -> list[Case]:
     one: dict[str, Any] = {"precision": "fp32", "clip": 0.1}
     return [
         *(Case(f"experts {row}", Divided(row=row, **one), **every) for row in ("ddp", "zero3")),
-        # with four, ranks of one group run other experts, which accelerators refuse
+        # with four, ranks of one group run other experts between collectives (docs/moe.md)
         Case("experts as modules", Divided(kind=Listed, **one), **{**every, "worlds": (2,)}),
         Case("experts, no_sync", Divided(row="zero2", no_sync=True, **one, **TWO), **every),
         Case("experts, on the host", Divided(offload=HOST, **one), worlds=(2, 4)),
@@ -601,6 +637,35 @@ def _options() -> list[Case]:
     ]
 
 
+def _branches() -> list[Case]:
+    two: dict[str, Any] = {"worlds": (2,)}
+    plain: dict[str, Any] = {"is_plain": True, **two}
+    on_cpu: dict[str, Any] = {"is_as_on_cpu": True, **two}
+    one: dict[str, Any] = {"row": "zero2", "precision": "fp32"}
+    nodes = {"node_size": 2, "hierarchical": True}
+    return [
+        *(
+            Case(f"branches {row}", Branching(row=row), **plain)
+            for row in ("ddp", "zero1", "zero2")
+        ),
+        Case("branches, clipped", Branching(clip=0.1, **one), **on_cpu),
+        *(
+            Case(
+                f"branches, no_sync of {row}", Branching(row, "fp32", no_sync=True, **TWO), **on_cpu
+            )
+            for row in ("zero1", "zero2")
+        ),
+        Case("branches, joined", BranchingJoined(clip=0.1, **one), **on_cpu),
+        Case("branches, leaves", BranchingLeaves(options={"leaves": 5}, **FIVE, **one), **on_cpu),
+        Case("branches, accumulate", BranchingAccumulated(**TWO, **one), **on_cpu),
+        Case("branches, reset", Branching(row="zero2", after=fail_and_reset), **plain),
+        Case("branches, repartition", Branching(row="zero2", after=repartition), **plain),
+        Case("branches, on the host", Branching(offload=STATES, **TWO, **one), **two),
+        Case("branches, codec", Branching(comm={"grad_codec": "int4"}, **one), **two),
+        Case("branches, two levels", Branching(comm=nodes, **one), worlds=(4,)),
+    ]
+
+
 def _tiers() -> list[Case]:
     tiers: dict[str, tuple[str, dict[str, Any]]] = {
         "optimizer on the host": ("zero1", {"optimizer": "host"}),
@@ -647,6 +712,7 @@ _KINDS: dict[str, Callable[[], list[Case]]] = {
     "native and ordered sums, gloo": _transports,
     "codecs": _codecs,
     "options and calls": _options,
+    "ranks in different branches": _branches,
     "tiers": _tiers,
     "inference": _inferences,
     "experts": _experts,

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zeroshard as zs
-from tests.device.programs import CASES, FIFO, QUICK, THREADS, Schedule, set_schedule, trained
+from tests.device.programs import (
+    CASES,
+    FIFO,
+    QUICK,
+    THREADS,
+    Branching,
+    Schedule,
+    set_schedule,
+    trained,
+)
 from tests.features.test_experts import ORDERS
 from tests.support.experts import in_turn
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.programs import Program, Trained
 from tests.support.training import (
     Routed,
     batch,
@@ -26,6 +35,8 @@ from tests.support.training import (
     take_steps,
     two_groups,
 )
+from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.comm.transport import ReduceRequest
 from zeroshard.errors import PlanMismatch
 from zeroshard.runtime.ledger import explain
 
@@ -87,43 +98,116 @@ def test_two_engines_train_on_two_devices_in_turns(rank: int) -> None:
     assert found == []
 
 
-@dataclass(frozen=True)
-class _Branching(Program):
-    """Each rank leaves out another block."""
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
 
-    def _model(self, device: str) -> Any:
-        torch.manual_seed(0)
-        return Routed(width=32).to(device)
-
-    def take(self, run: Trained) -> list[float]:
-        route = (0, 1, 3) if run.rank == 0 else (0, 2, 3)
-        run.engine.backward(run.model(*run.data(run.rank, 0), route))
-        run.optimizer.step()
-        return []
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
 
 
-def _branches(rank: int, world: int, row: str) -> str:
+class _Gated(nn.Module):
+    """Blocks, and as many parameters around them, half of which rank 1 does not use."""
+
+    def __init__(self, *, uses_all: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(8)) for _ in range(2))
+        self.blocks = nn.Sequential(_Scale(), _Scale())
+        self.uses_all = uses_all
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.blocks(x).chunk(2, 1)
+        right = right * self.second if self.uses_all else right
+        return (left * self.first + right).square().mean()
+
+
+def _gated(rank: int, row: str, device: str, **options: Any) -> dict[str, torch.Tensor]:
+    model = _Gated(uses_all=rank == 0).to(device)
+    optimizer = two_groups(model)
+    engine = zs.shard(model, optimizer, policy=row, units=[_Gated, _Scale], **options)
+    for step in range(2):
+        engine.backward(model(torch.full((2, 16), 1.0 + rank + step).to(device)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in final_state(model, engine).items()}
+
+
+def _told(rank: int, world: int, name: str) -> str:
+    set_schedule(FIFO)
     try:
-        trained(_Branching(row=row), rank, world, FIFO)
+        if name == "blocks":
+            trained(Branching(row="zero3", steps=1), rank, world, FIFO)
+        else:  # gathers meet: reduces alone do not
+            comm = zs.Comm(transport="nccl", separate_reduce_group=True)
+            _gated(rank, "zero3", "cpu", comm=comm)
     except PlanMismatch as refused:
         return str(refused)
     return ""
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
-def test_ranks_that_reduce_other_units_are_told_before_the_step(row: str) -> None:
+@pytest.mark.parametrize("name, unit", [("blocks", "blocks"), ("gates", "reduce")])
+def test_at_stage_3_ranks_in_different_branches_are_told_before_the_step(
+    name: str, unit: str
+) -> None:
     """Native collectives meet in the order in which they begin: else two blocks would be added."""
-    first, other = run_ranks(2, _branches, row, device=_DEVICE)
+    first, other = run_ranks(2, _told, name, device=_DEVICE)
     assert first == other
-    assert "rank 0: " in first and "blocks.1" in first and "blocks.2" in first
+    assert re.search(rf"is number \d: rank 0: .*{unit}.*; rank 1: ", first)
+
+
+def _beside_other_gates(rank: int, world: int, row: str) -> list[str]:
+    set_schedule(FIFO)
+    return differences(_gated(rank, row, "zsim:0"), _gated(rank, row, "cpu"))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+def test_below_stage_3_a_unit_may_end_with_the_backward_of_one_rank_alone(row: str) -> None:
+    assert run_ranks(2, _beside_other_gates, row, device=_DEVICE) == [[], []]
+
+
+@on_ranks(2)
+def test_reduces_follow_rank_0_and_after_a_reset_the_order_of_units(rank: int) -> None:
+    started: list[str] = []
+    reduce = NativeTransport.reduce
+
+    def noted(
+        transport: NativeTransport, request: ReduceRequest, *args: Any, **options: Any
+    ) -> Any:
+        started.append(request.key)
+        return reduce(transport, request, *args, **options)
+
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = two_groups(model)
+    with mock.patch.object(NativeTransport, "reduce", noted):
+        comm = zs.Comm(transport="nccl")
+        engine = zs.shard(model, optimizer, policy="zero2", comm=comm)
+        for step in range(4):
+            if step == 3:
+                engine.reset()
+            engine.backward(model(*batch(rank, step), ((3, 1, 0, 2), (0, 2, 3))[rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+    first, followed = ("norm", 3, 2, 1, 0, "embed"), ("norm", 2, 0, 1, 3, "embed")
+    orders = [name for order in (first, followed, followed, first) for name in order]
+    assert [key.removeprefix("blocks.").split(":")[0].split(".")[0] for key in started] == [
+        str(name) for name in orders
+    ]
 
 
 def _experts_in_turn(
-    rank: int, world: int, row: str, orders: dict[int, tuple[int, ...]], schedule: Schedule = FIFO
+    rank: int,
+    world: int,
+    row: str,
+    orders: dict[int, tuple[int, ...]],
+    schedule: Schedule = FIFO,
+    device: str = "zsim:0",
+    ordered: bool | None = None,
 ) -> dict[str, torch.Tensor] | str:
     set_schedule(schedule)
     try:
-        return in_turn(rank, row, orders, device="zsim:0")
+        return in_turn(rank, row, orders, device=device, comm=zs.Comm(ordered=ordered))
     except PlanMismatch as refused:
         return str(refused)
 
@@ -136,9 +220,13 @@ def test_ranks_with_other_experts_may_reduce_them_in_another_order() -> None:
             found = run_ranks(4, _experts_in_turn, row, orders, schedule, device=_DEVICE)
             assert all(map(equal, found, expected)), row
     orders = ORDERS[0] | {3: (0, 2, 1)}  # and 1 has the same experts
-    for row in ("ddp", "zero2", "zero3"):
-        told = set(run_ranks(4, _experts_in_turn, row, orders, device=_DEVICE))
-        assert len(told) == 1 and re.search(r"is number \d: rank 1: .*; rank 3: ", told.pop())
+    told = set(run_ranks(4, _experts_in_turn, "zero3", orders, device=_DEVICE))
+    assert len(told) == 1 and re.search(r"is number \d: rank 1: .*; rank 3: ", told.pop())
+    expected = run_ranks(4, _experts_in_turn, "ddp", orders, FIFO, "cpu", device=_DEVICE)
+    for row in ("ddp", "zero2"):  # in one order
+        on_device = (row, orders, FIFO, "zsim:0", True)
+        found = run_ranks(4, _experts_in_turn, *on_device, device=_DEVICE)
+        assert all(map(equal, found, expected)), row
 
 
 def _a_device_each(rank: int, world: int, row: str, delay_us: int) -> list[str]:

@@ -33,7 +33,8 @@ ROWS_OFTEN = [
     *((1, f"zero3 {precision}") for precision in PRECISIONS if precision != "fp32"),
     *((2, f"{row} bf16") for row in ROWS if row not in ("ddp", "zero2")),
 ]
-OFTEN = [*ROWS_OFTEN, *((1, name) for name in OPTIONS), *((2, name) for name in ROUND)]
+BRANCHES = [(n, name) for name, case in CASES.items() if "branches" in name for n in case.worlds]
+OFTEN = [*ROWS_OFTEN, *((1, name) for name in OPTIONS), *((2, name) for name in ROUND), *BRANCHES]
 
 
 @pytest.mark.parametrize("world, name", OFTEN, ids=[f"{n} x {name}" for n, name in OFTEN])

@@ -27,6 +27,7 @@ from tests.support.launched import HELLO, Job
 from tests.support.training import (
     ROWS,
     TRANSPORTS,
+    Routed,
     Run,
     batch,
     differences,
@@ -404,6 +405,38 @@ def test_ranks_that_have_started_different_numbers_of_collectives_connect_anew_a
         assert len(told) == 2, (rank, lines)
         assert "connect anew" in told[0] and "rank 1: " in told[0], told
         assert took_s < 10  # of 300
+
+
+def _in_branches(rank: int, world: int) -> list[str]:
+    """Backwards end by an exception while rank 1 holds a reduce that waits for its turn, of a block
+    that rank 0 does not run; return what differs from a run without these.
+    """
+    states: list[dict[str, torch.Tensor]] = []
+    route = ((0, 3), (0, 2))[rank]
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = Routed()
+        optimizer = two_groups(model)
+        engine = zs.shard(model, optimizer, policy="zero2", comm=zs.Comm(transport="nccl"))
+        for step in range(3):
+            if fails:
+                handle = model.blocks[0].register_full_backward_pre_hook(_boom)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(model(*batch(rank, step + 10), route))
+                handle.remove()
+                assert inside.lent_bytes(engine)
+                engine.reset()
+                assert not inside.lent_bytes(engine)
+            engine.backward(model(*batch(rank, step), route))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(final_state(model, engine))
+    return differences(*states)
+
+
+def test_after_a_reset_ranks_in_different_branches_reduce_in_one_order_again() -> None:
+    for result in spawn_ranks(2, _in_branches):
+        assert result.result == [], result
 
 
 def _averaged(rank: int, world: int, directory: str) -> list[str]:

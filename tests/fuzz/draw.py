@@ -32,7 +32,9 @@ from zeroshard.core.policy import ROWS
 
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
+NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
+SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
 KINDS = (
     "linear",
     "linear",
@@ -69,7 +71,8 @@ def _drawn(seed: int) -> Program:
     program = _with_writes(_with_interrupts(_with_looks(program)))
     if seed >= LATER:
         program = _with_disturbances(program)
-        return _on_data(program) if seed >= LATEST else program
+        program = _on_data(program) if seed >= LATEST else program
+        return _over_native(program) if seed >= NATIVE else program
     if any("load" in step.between for step in program.steps):
         return replace(program, counted=False)
     return program
@@ -126,6 +129,27 @@ def _on_data(program: Program) -> Program:
         for layer in others or [first]
     ]
     return replace(program, detached=True, layers=(first, *again))
+
+
+def _over_native(program: Program) -> Program:
+    """Let half of the programs run over the process group's own collectives, most of them with
+    weights that rest whole, so that each rank may take branches of its own.
+    """
+    rng = random.Random(f"transport of {program.seed}")
+    if rng.random() < 0.5:
+        return program
+    program = replace(program, transport="nccl")
+    if rng.random() < 0.3:
+        return program
+    steps = tuple(
+        replace(
+            step,
+            micros=_step(rng, program, True, False).micros,
+            between=tuple(event for event in step.between if event not in SHARDED),
+        )
+        for step in program.steps
+    )
+    return replace(program, row=rng.choice(("ddp", "zero1", "zero2")), steps=steps)
 
 
 def _with_late_updates(program: Program, rng: random.Random) -> Program:
@@ -375,7 +399,7 @@ def _plain_shadows(program: Program) -> Program:
     """
     apart = program.node_size not in (None, program.world)
     if program.leaves is None or not (
-        program.transport == "gloo" or program.weight_tier != "device" or apart
+        program.transport != "shared_memory" or program.weight_tier != "device" or apart
     ):
         return program
     if program.weights != "batches" and num_leaves(program) % program.world == 0:

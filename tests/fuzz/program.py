@@ -167,7 +167,7 @@ class Program:
             return False
         apart = self.node_size is not None and self.node_size < self.world
         return (
-            self.transport == "gloo"
+            self.transport != "shared_memory"
             or self.weight_tier != "device"
             or self.weight_codec is not None
             or apart
@@ -241,6 +241,10 @@ def repair(program: Program) -> Program:
     rows = (program.row, *(e for step in program.steps for e in step.between if e in ROWS))
     if any(row(name).default.weight.is_sharded for name in rows):
         program = replace(program, watched="")  # gathered weights go while a thread reads them
+        if program.branches or any(step.absent for step in program.steps):
+            # gathers that meet by their order alone would mix units
+            native = program.transport == "nccl"
+            program = replace(program, transport="gloo" if native else program.transport)
     if program.branches:  # a rank cannot clear a gradient that it does not have
         kept = [
             replace(
@@ -372,8 +376,9 @@ def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
     if event in ("load", "back"):
         return "save" in earlier
     if event in CUT_OFF:  # the user's own collectives would wait for who has given up
+        # (and those in the process group's own until the time is up)
         crosses = any(layer.kind in CROSSING for layer in program.layers)
-        return not (crosses or program.gathered_features)
+        return not (crosses or program.gathered_features or program.transport == "nccl")
     if event == "write" and program.delayed is not None:
         return False  # an error, where weights are a step behind their masters
     return event in (*EVENTS, *INTERRUPTS, *WRITES, *READS) or _may_become(program, event)

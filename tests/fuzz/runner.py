@@ -390,6 +390,7 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
             "node_size": program.node_size,
             "weight_codec": program.weight_codec,
             "grad_codec": program.grad_codec,
+            "ordered": program.transport == "nccl" or None,  # else sums are the backend's
         }
     )
     stall = STALL_S

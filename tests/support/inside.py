@@ -432,6 +432,12 @@ def gradient_buffer_bytes(engine: zs.Engine) -> int:
     )
 
 
+def lent_bytes(engine: zs.Engine) -> int:
+    """Return the bytes of gradient buffers that the pool of a process group's collectives lends."""
+    native: Any = transport(engine)
+    return int(native._pool._lent_bytes)
+
+
 def resting_gradients(engine: zs.Engine) -> list[Callable[[], object]]:
     """Return weak references to the gradients at rest, by segment."""
     return [segment.bucket.accumulator.resting for segment in segments(engine) if segment.bucket]

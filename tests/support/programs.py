@@ -139,10 +139,11 @@ class Program:
                 (loss * scale).backward()
                 losses.append(loss.detach())
                 for master, parameter in zip(masters, model.parameters(), strict=True):
-                    assert parameter.grad is not None
+                    unused = parameter.grad is None  # by this rank
+                    grad = torch.zeros_like(parameter) if unused else parameter.grad
                     if ranks > 1:
-                        dist.all_reduce(parameter.grad)
-                    grad = parameter.grad.float()
+                        dist.all_reduce(grad)
+                    grad = grad.float()
                     master.grad = grad if master.grad is None else master.grad + grad
                     parameter.grad = None
             for master in masters:

@@ -374,6 +374,8 @@ class NativeTransport:
             started.setdefault(tuple(members), []).append(number)
         unlike = [group for group, numbers in started.items() if len(set(numbers)) > 1]
         left, self._left = self._left, []
+        for pool in (self._pool, self._temporaries):  # nobody gives back what was under way
+            pool.clear()
         if not unlike:
             # all ranks have started these: they end, and only then may their memory be released
             for work in left:

@@ -412,6 +412,9 @@ class Backward:
             recomputed={unit: count for unit, count in repeated.items() if count},
         )
         self._weights.begin("backward")
+        # those of each leaf in one backward are handed over round by round
+        handed_over = self._trainable if units is None else units
+        self.reductions.begin(() if gathers and self.leaves else handed_over)
         self.parameters.clear_gradients(assigned=False)
         # released parameters are asked for what they answer anyway
         with torch._C.DisableTorchFunctionSubclass():

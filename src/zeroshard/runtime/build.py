@@ -444,7 +444,12 @@ def make_weights_and_gradients(
     schedule = Schedule(residencies, rules, context.meter)
     streams = context.streams
     reductions = Reductions(
-        units, schedule.reduces, streams=streams, digest=digest, transports=context.transports
+        units,
+        schedule.reduces,
+        streams=streams,
+        digest=digest,
+        transports=context.transports,
+        in_one_order=rules.reduces_in_one_order,
     )
     weights = Weights(
         units,

@@ -77,19 +77,22 @@ class _Answer:
     kinds: int  # of backwards, with a weight or without
     weight: Weight  # the sum of their weights
     bad: str  # the first segment with an average that is not finite, or ""
+    order: tuple[int, ...] = ()  # of rank 0's units, where it is another one (reductions.py)
 
     def pack(self, head: struct.Struct, width: int) -> bytes:
         """Return it as bytes, `used` in `width` of them."""
         counts = self.decisions, self.micro_batches, self.begun, self.known
         first = head.pack(*self.digests, *counts, self.unreduced, self.kinds, *self.weight)
-        return first + self.used.to_bytes(width, "little") + self.bad.encode()
+        order = struct.pack(f"<x{len(self.order)}I", *self.order) if self.order else b""
+        return first + self.used.to_bytes(width, "little") + self.bad.encode() + order
 
     @classmethod
     def unpack(cls, told: bytes, head: struct.Struct, width: int) -> _Answer:
         *digests, decisions, count, begun, known, unreduced, kinds, a, b, c = head.unpack_from(told)
-        used, bad = told[head.size :][:width], told[head.size + width :].decode()
+        used, (bad, _, rest) = told[head.size :][:width], told[head.size + width :].partition(b"\0")
         counts = decisions, count, begun, known, int.from_bytes(used, "little")
-        return cls(tuple(digests), *counts, unreduced, kinds, (a, b, c), bad)
+        order = struct.unpack(f"<{len(rest) // 4}I", rest)
+        return cls(tuple(digests), *counts, unreduced, kinds, (a, b, c), bad.decode(), order)
 
 
 class Finalizer:
@@ -318,6 +321,7 @@ class Finalizer:
         used = [flag for bucket in self._backward.buckets for flag in bucket.used]
         bits = int(bytes(used[::-1]).translate(_DIGITS) or b"0", 2)  # the lowest: the first
         decisions, here = self._backward.decisions, self._backward.accumulation
+        reductions = self._backward.reductions
         mine = _Answer(
             tuple(map(self._digest.value, self._held[1])),
             decisions.digest(),
@@ -329,6 +333,7 @@ class Finalizer:
             here.kinds,
             here.weight,
             bad,
+            reductions.news() if self._transport.rank == 0 else (),
         )
         head, width = self._head, (len(used) + 7) // 8
         with self._probe.waiting("reduce"):
@@ -345,6 +350,7 @@ class Finalizer:
             told = "unknown" if here.micro_batches == UNKNOWN else str(here.micro_batches)
             refuse(self._transport.control, self._digest, self._held, decisions, told)
         decisions.compared()
+        reductions.follow(answers[0].order)
         begun = [answer.begun for answer in answers]
         if self._may_run_ahead and len(set(begun)) > 1:
             self._may_run_ahead = False  # it is told once

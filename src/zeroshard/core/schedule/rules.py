@@ -79,6 +79,8 @@ class Rules:
     prefetch_bytes: int
     ordered: bool = True  # gathers need every rank: all gather the same units in the same order
     waits_for_room: bool = True  # a gather or a bucket waits for reduces where the budget is full
+    # ranks may complete their units in different orders, and collectives meet by theirs alone
+    reduces_in_one_order: bool = False
     around: bool = False  # see `of`
     alone: bool = False  # one rank
 
@@ -111,13 +113,15 @@ class Rules:
         gathered ahead: the second keeps a disk's queue filled while the first one arrives.
         """
         traits = list(units)
+        gathers = any(one.is_sharded for one in traits)
         largest = max((one.nominal_bytes for one in traits), default=0)
         prefetch = (1 + around) * largest if prefetch_bytes is None else prefetch_bytes
         return cls(
             budget_bytes=(2 + enqueues) * largest + prefetch,
             prefetch_bytes=prefetch,
             ordered=ordered,
-            waits_for_room=ordered and (any(one.is_sharded for one in traits) or not keyed),
+            waits_for_room=ordered and (gathers or not keyed),
+            reduces_in_one_order=not (gathers or keyed),
             around=around,
             alone=alone,
         )
