@@ -168,11 +168,11 @@ def test_the_loop_of_elastic_runs_goes_on_with_the_rows_of_the_next_step(tmp_pat
 
 
 def _resumed(rank: int, world_size: int, folder: str, last: int) -> tuple[list[list[int]], Any]:
-    """Run the loop of README's save and resume in `folder`, saving every step, and leave it after
+    """Run the loop of the first hour's save and resume in `folder`, saving every step, and leave it after
     step `last` as one that is killed does; return the rows that this rank has read in each step,
     and the weights at the end.
     """
-    (text,) = [text for _, text in _snippets(ROOT / "README.md") if "latest_step" in text]
+    (text,) = [text for _, text in _snippets(ROOT / "docs/first-hour.md") if "latest_step" in text]
     ending = "    zs.save(", "        saved("
     assert text.count(ending[0]) == 1 and "while step < 3 * " in text
     names, before, steps = _namespace(text), Path.cwd(), [0]
