@@ -45,6 +45,7 @@ def test_a_wheel_holds_the_package_alone_and_a_source_archive_what_its_tests_imp
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert hatch["targets"]["wheel"] == {"packages": ["src/zeroshard"]}
     assert not (ROOT / "src" / "zeroshard" / "benchmarks").exists()
+    assert not [*(ROOT / "src" / "zeroshard").rglob("*-info")], "a distribution beside its own"
     assert {"src", "benchmarks", "tests"} <= set(hatch["targets"]["sdist"]["include"])
 
 
