@@ -244,6 +244,8 @@ class Hooks:
             self._bare.enter(weights.nothing_to_do)
             if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
                 loop.begin_forward()
+                for called in loop.events.called:
+                    called((args, kwargs))
             if loop.compiled:
                 weights.finish_published()
             if self._input_dtype is None:

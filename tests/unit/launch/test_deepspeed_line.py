@@ -191,8 +191,10 @@ def test_more_ranks_than_slots_are_refused(hosts: str) -> None:
 # ------------------------------------------------------------------ zeroshard as-deepspeed
 
 
-def test_the_stand_in_goes_before_all_paths_once() -> None:
-    once = deepspeed_line.environment_of_stand_in({"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"})
+def test_the_stand_in_goes_before_all_paths_once(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}  # nothing has been written there
+    paths = {"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"}
+    once = deepspeed_line.environment_of_stand_in(home | paths)
     assert deepspeed_line.environment_of_stand_in(once) == once
     folder, facts, *others = once["PYTHONPATH"].split(":")
     assert others == ["/a", "/b"] and (Path(folder) / "deepspeed" / "__init__.py").is_file()
@@ -200,7 +202,7 @@ def test_the_stand_in_goes_before_all_paths_once() -> None:
     assert (found.name, found.version) == ("deepspeed", VERSION)
     program = Path(once["PATH"].split(":")[0]) / "deepspeed"
     assert os.access(program, os.X_OK) and once[deepspeed_line.PYTHON] == sys.executable
-    assert deepspeed_line.on_python_path({}) == f"{folder}:{facts}"
+    assert deepspeed_line.on_python_path(home) == f"{folder}:{facts}"
 
 
 def test_a_home_that_cannot_be_written_still_gets_the_distribution(tmp_path: Path) -> None:
