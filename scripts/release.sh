@@ -67,6 +67,10 @@ for block in re.findall(r"^```console\n(.*?)^```", text, re.S | re.M):
         subprocess.run(line, shell=True, check=True)
 END
 zeroshard plan --params 70B --gpus 64 --gpu H100 --checkpointing | tail -3
+if zeroshard walk --help > /dev/null 2>&1; then  # a film of a step
+    zeroshard walk --stage 3 --ranks 4 --units 4 --svg film.svg
+    test -s film.svg
+fi
 
 step "--help of every command, in 0.5 s of CPU time"
 "$work/clean/bin/python" - <<'END'

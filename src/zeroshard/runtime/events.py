@@ -3,7 +3,7 @@
     event            when
     before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
     forward_begun    its first gathers have been started, or others' gathers (join.py)
-    called           the same, of a forward of this rank; its arguments
+    called           the same, and of each micro-batch of accumulate(); the model's arguments
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     evaluated        the same of one without gradients, which no step may follow
