@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,26 @@ def test_a_wheel_holds_the_package_alone_and_a_source_archive_what_its_tests_imp
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert hatch["targets"]["wheel"] == {"packages": ["src/zeroshard"]}
     assert not (ROOT / "src" / "zeroshard" / "benchmarks").exists()
+    assert not [*(ROOT / "src" / "zeroshard").rglob("*-info")], "a distribution beside its own"
     assert {"src", "benchmarks", "tests"} <= set(hatch["targets"]["sdist"]["include"])
+
+
+def test_what_the_index_and_the_site_show_names_one_repository_and_links_nowhere_else() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    place = project["project"]["urls"]["Repository"]
+    text = (ROOT / "README.md").read_text()
+    for one in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        assert one["replacement"].count(f"({place}/") == 1
+        text = re.sub(one["pattern"], one["replacement"], text)
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(targets) > 10
+    assert [one for one in targets if not re.match("https?:|#", one)] == []
+    files = [one.partition("/main/")[2].partition("#")[0] for one in targets if place in one]
+    assert [one for one in files if not (ROOT / one).exists()] == []
+    for name in ("CITATION.cff", "mkdocs.yml", ".github/ISSUE_TEMPLATE/config.yml"):
+        assert place in (ROOT / name).read_text()
+    version = re.search("^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert version is not None and version[1] == importlib.metadata.version("zeroshard")
 
 
 @pytest.fixture

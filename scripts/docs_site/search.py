@@ -29,6 +29,8 @@ __all__ = ["EXPECTED", "Section", "found", "sections"]
 EXPECTED = {
     "OOM": "out-of-memory",
     "out of memory": "out-of-memory",
+    "nvidia smi": "nvidia-smi",
+    "reserved allocated": "nvidia-smi",
     "resume": "checkpoints",
     "save_pretrained": "hugging-face",
     "from_pretrained": "hugging-face",

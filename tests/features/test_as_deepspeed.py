@@ -217,6 +217,10 @@ if __name__ == "__main__":
     # before anything has imported it, as Transformers and Accelerate look
     assert "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is not None
     print(importlib.metadata.version("deepspeed"), flush=True)
+    if importlib.util.find_spec("transformers") is not None:
+        from accelerate.utils import is_deepspeed_available as of_accelerate
+        from transformers.integrations import is_deepspeed_available as of_transformers
+        assert of_accelerate() and of_transformers()
     line = "import deepspeed.comm as c, deepspeed; print(c.__name__, deepspeed.zero.Init.__name__)"
     subprocess.run([sys.executable, "-c", line], env={**ENV}, check=True)
     with multiprocessing.get_context("spawn").Pool(1) as pool:

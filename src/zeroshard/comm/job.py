@@ -336,6 +336,13 @@ def heartbeat() -> Callable[[], None] | None:
     return None if launcher is None else launcher.beat
 
 
+def status() -> Callable[..., None] | None:
+    """Return a function that takes the values of `STATUS` (launch/worker.py), for ``zeroshard top``
+    to show; None where nobody looks.
+    """
+    return getattr(_launcher(), "tell", None)
+
+
 def keeper_address() -> str | None:
     """Return where the keeper of this host is asked (keeper_client.py); None: it has none."""
     launcher = _launcher()

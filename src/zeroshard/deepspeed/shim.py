@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zeroshard.system.safe_files import replacing
+
 # the file of variables for other hosts, in the home directory or the current one
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 _NAME = "deepspeed"
@@ -168,6 +170,17 @@ class _Distribution(importlib.metadata.Distribution):
     def locate_file(self, path: Any) -> Any:
         """Return where a file would be."""
         return Path(__file__).parent / path
+
+
+def write_distribution(folder: Path) -> None:
+    """Have `folder`, in a path of Python's, hold the distribution: for processes in which nobody
+    has imported the stand-in yet. Raises OSError.
+    """
+    facts = folder / f"{_NAME}.dist-info"
+    facts.mkdir(parents=True, exist_ok=True)
+    for name in ("METADATA", "top_level.txt"):
+        with replacing(facts / name) as file:
+            file.write(str(_Distribution().read_text(name)).encode())
 
 
 # -------------------------------------------------------------------------------------------- names

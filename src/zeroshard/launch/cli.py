@@ -22,7 +22,7 @@ from zeroshard.commands import (
     report,
     trail_command,
 )
-from zeroshard.launch import deepspeed_line
+from zeroshard.launch import deepspeed_line, top
 from zeroshard.launch.options import RUN, parse_run
 from zeroshard.planner import plan_command
 from zeroshard.terminal import (
@@ -52,7 +52,7 @@ BENCH = Subcommand(
 COMMANDS = (
     RUN, deepspeed_line.COMMAND, deepspeed_line.AS_DEEPSPEED,
     plan_command.command(doctor.this_machine),
-    checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND,
+    checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND, top.COMMAND,
     trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip
 

@@ -20,13 +20,14 @@ import argparse
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroshard.deepspeed.shim import DEEPSPEED_ENVIRONMENT_NAME
+from zeroshard.deepspeed.shim import DEEPSPEED_ENVIRONMENT_NAME, VERSION, write_distribution
 from zeroshard.launch.options import (
     Host,
     HostChoice,
@@ -323,17 +324,27 @@ def environment_of_stand_in(environ: Mapping[str, str]) -> dict[str, str]:
         **environ,
         **rank_variables(environ),
         "PYTHONPATH": on_python_path(environ),
-        "PATH": _first(str(_ON_PATH / "bin"), environ.get("PATH", os.defpath)),
+        "PATH": _first(environ.get("PATH", os.defpath), _ON_PATH / "bin"),
         PYTHON: sys.executable,
     }
 
 
 def on_python_path(environ: Mapping[str, str]) -> str:
-    """Return ``PYTHONPATH`` with the stand-in's folder before all others."""
-    return _first(str(_ON_PATH), environ.get("PYTHONPATH", ""))
+    """Return ``PYTHONPATH`` with the stand-in's folder before all others, and the folder of its
+    distribution, which programs ask importlib.metadata for. That one is written here: a wheel with
+    a distribution beside its own would look like two.
+    """
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "zeroshard" / f"as-deepspeed-{VERSION}"
+    try:
+        write_distribution(folder)
+    except OSError:  # a home that is read-only, or none
+        folder = Path(tempfile.mkdtemp(prefix="zeroshard-as-deepspeed-"))
+        write_distribution(folder)
+    return _first(environ.get("PYTHONPATH", ""), _ON_PATH, folder)
 
 
-def _first(folder: str, path: str) -> str:
-    """Return a path of folders that begins with `folder`, once."""
-    others = [one for one in path.split(os.pathsep) if one and one != folder]
-    return os.pathsep.join([folder, *others])
+def _first(path: str, *folders: Path) -> str:
+    """Return a path of folders that begins with `folders`, each once."""
+    others = filter(None, path.split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([*map(str, folders), *others]))

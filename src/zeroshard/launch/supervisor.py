@@ -181,8 +181,8 @@ class _WatchedRank:
         """Return the CLOCK_MONOTONIC seconds of the last heartbeat, None before the first."""
         with contextlib.suppress(OSError):
             data = Path(f"{self.files}.heart").read_bytes()
-            if len(data) == TIME.size:
-                return float(TIME.unpack(data)[0]) or None
+            if len(data) >= TIME.size:
+                return float(TIME.unpack_from(data)[0]) or None
         return None
 
     def ask(self) -> int:

@@ -10,8 +10,9 @@ per rank. It
   with the exception's exit code;
 5. announces a script that ends well, too: the others may still wait for this rank.
 
-It keeps a file with the time of the rank's last heartbeat (``comm/job.py``), and writes the
-stacks of all threads to another on `STACKS_SIGNAL`. The launcher prints the traceback, last.
+It keeps a file with the time of the rank's last heartbeat and how far it is (``comm/job.py``), for
+the launcher and for ``zeroshard top``, and writes the stacks of all threads to another on
+`STACKS_SIGNAL`. The launcher prints the traceback, last.
 
 Invariant: an end is announced *before* anything is torn down, so its time is earlier than every
 failure it causes in another rank. Standard library only, and no import of zeroshard (but for the
@@ -51,6 +52,10 @@ MODULE = "zeroshard_launched"  # as comm/job.py looks for it
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
 TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
+COUNT = struct.Struct("<QQ")  # after it: the rank, and how many heartbeats it has shown
+# after that: the step, seconds of one, tokens a second; bytes: held, at peak, reserved by torch's
+# allocator of an accelerator
+STATUS = struct.Struct("<QddQQQ")
 
 
 def main(argv: list[str]) -> None:
@@ -122,6 +127,7 @@ class _Launched:
     keeper: str | None = None
     num_meetings = 0
     heart: mmap.mmap | None = None
+    num_beats = 0
     stacks: TextIO | None = None
 
 
@@ -141,7 +147,15 @@ def keeper_address() -> str | None:
 def beat() -> None:
     """Note that the program has made progress."""
     if _Launched.heart is not None:
+        _Launched.num_beats += 1
+        COUNT.pack_into(_Launched.heart, TIME.size, _env_int("RANK"), _Launched.num_beats)
         TIME.pack_into(_Launched.heart, 0, time.monotonic())
+
+
+def tell(*status: float) -> None:
+    """Note how far the program is: the values of `STATUS`."""
+    if _Launched.heart is not None:
+        STATUS.pack_into(_Launched.heart, TIME.size + COUNT.size, *status)
 
 
 def report(error: BaseException) -> None:
@@ -154,9 +168,9 @@ def _show(directory: str, *, stacks: bool) -> bool:
     prefix = os.path.join(directory, f"rank-{os.getpid()}")
     try:
         with open(f"{prefix}.heart", "w+b") as file:
-            file.write(TIME.pack(0.0))
+            file.write(TIME.pack(0.0) + COUNT.pack(_env_int("RANK"), 0) + bytes(STATUS.size))
             file.flush()
-            _Launched.heart = mmap.mmap(file.fileno(), TIME.size)
+            _Launched.heart = mmap.mmap(file.fileno(), 0)
         _Launched.stacks = open(f"{prefix}.stacks", "w", encoding="utf-8")  # noqa: SIM115 (the handler keeps its descriptor)
     except OSError:
         return False

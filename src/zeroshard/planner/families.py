@@ -114,7 +114,7 @@ _GPT2 = """
 _GPT_NEOX = """
     input_layernorm.weight            hidden           bias
     post_attention_layernorm.weight   hidden           bias
-    attention.query_key_value.weight  3*hidden,hidden  attention_bias
+    attention.query_key_value.weight  q+2*kv,hidden    attention_bias
     attention.dense.weight            hidden,hidden    attention_bias
     mlp.dense_h_to_4h.weight          ffn,hidden       bias
     mlp.dense_4h_to_h.weight          hidden,ffn       bias"""

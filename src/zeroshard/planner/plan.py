@@ -8,8 +8,10 @@ smaller micro-batches, a disk, more GPUs. A sweep plans one model on more and mo
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from zeroshard.core.pipeline_orders import PipelineOrder
@@ -535,3 +537,39 @@ def make_sweep(
                 )
             )
     return tuple(points)
+
+
+_MOST_SEQUENCES = 1 << 16
+
+
+def largest_batches(
+    model: ModelShape, machine: Machine, training: Training
+) -> list[tuple[int, PlannedRow]]:
+    """Return each row that fits with one sequence, planned at the largest micro-batch with which
+    it still does, beside that; the fastest first. Raises ConfigError for a model without known
+    activations.
+    """
+    model, training = fitted(model, training)
+    if not model.is_timed or (model.decoder is None and model.trace is None):
+        raise ConfigError(
+            f"a sweep of batches needs activations and times, and those of {model.name} are not"
+            " known: have the factory return (module, inputs)"
+        )
+    laid_out = LaidOut(model, machine.mesh, training.align)
+
+    @cache
+    def plan_of(batch: int) -> RanksPlan:
+        return RanksPlan(laid_out, machine, replace(training, batch=batch))
+
+    found: list[tuple[int, PlannedRow]] = []  # rows that differ in anything but their names
+    for policy in (one for one in candidates(machine) if takes(one, training)):
+        # the micro-batches that fit come first: their number is the largest of them
+        batch = bisect_left(
+            range(1, _MOST_SEQUENCES + 1), True,
+            key=lambda batch: not _that_fit(plan_of(batch), [policy]),
+        )  # fmt: skip
+        if batch:
+            row = plan_on(plan_of(batch), policy)
+            if not any(replace(other, row=row.row) == row for _, other in found):
+                found.append((batch, row))
+    return sorted(found, key=lambda one: -(one[1].tokens_per_s or 0.0))

@@ -12,14 +12,17 @@ import argparse
 import importlib
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.planner.plan_table import (
+    elsewhere,
     is_uneven,
     leave_out,
     memories_of,
@@ -33,11 +36,13 @@ from zeroshard.terminal import (
     Table,
     UsageError,
     as_usage,
+    count_text,
     made,
     note,
     print_json,
     say,
     say_facts,
+    size_text,
     three_digits,
 )
 
@@ -189,6 +194,7 @@ def _plan(this_machine: Measured, arguments: argparse.Namespace) -> int:
     from zeroshard.planner import Axes, Training, make_plan
 
     with as_usage("plan: "):
+        _take_preset(arguments)
         axes = made(Axes, arguments)
         training = made(Training, arguments, **_codecs(arguments.comm))
         if is_uneven(arguments):
@@ -225,6 +231,9 @@ def _sweep(arguments: argparse.Namespace, training: Training, this_machine: Meas
     if arguments.write is not None:
         leave_out(arguments, "--write writes the plan of one machine", "sweep")
     leave_out(arguments, "--sweep plans data parallel ranks alone", "tp", "pp")
+    if arguments.sweep == "batch":
+        leave_out(arguments, "--sweep batch finds it, and draws nothing", "batch", "plot")
+        return _sweep_batches(arguments, training, this_machine)
     if arguments.this_machine:
         raise UsageError("plan: --sweep is of more machines than this one: name a --gpu")
     numbers = parse_sweep(arguments.sweep)
@@ -240,6 +249,38 @@ def _sweep(arguments: argparse.Namespace, training: Training, this_machine: Meas
     else:
         print_sweep(model, machines[-1], points, arguments.price)
     return 0 if any(point.fits for point in points) else NOTHING_FITS
+
+
+def _sweep_batches(
+    arguments: argparse.Namespace, training: Training, this_machine: Measured
+) -> int:
+    """Print the largest micro-batch of each row, its speed and its price."""
+    from zeroshard.planner.plan import largest_batches
+
+    machine = _machine_of(arguments, arguments.gpus, this_machine)
+    model = _describe(arguments, training)
+    found = largest_batches(model, machine, training)
+    if arguments.json:
+        rows: list[dict[str, Any]] = [{"batch": batch, **row.to_dict()} for batch, row in found]
+        print_json({"model": {"name": model.name, "parameters": model.numel}, "sweep": rows})
+        return 0 if found else NOTHING_FITS
+    span = f"{machine.gpus} x {machine.name} of {size_text(machine.gpu_memory)}"
+    say_facts([("model", f"{model.name}: {model.numel:,} parameters"), ("machine", span)], width=9)
+    if not found:
+        say("no row fits with one sequence")
+        return NOTHING_FITS
+    lines = []
+    for batch, row in found:
+        hours = row.gpu_hours_per_billion_tokens or 0.0
+        speed = three_digits(row.step_s or 0.0), count_text(row.tokens_per_s or 0.0)
+        cost = three_digits(hours * (arguments.price or 1.0))
+        peak = three_digits(row.peak_bytes["device"] / 1e9)
+        lines.append((row.row, elsewhere(row.tiers), f"{batch:,}", peak, *speed, cost))
+    cost_of = "GPU-hours" if arguments.price is None else "price"
+    say(f"the largest micro-batch of a GPU that fits; {cost_of} of a billion tokens")
+    columns = ("row", "elsewhere", "batch", "peak", "step", "tok/s", cost_of)
+    Table(columns, lines, text=("row", "elsewhere"), is_framed=False).print()
+    return 0
 
 
 # ------------------------------------------------------------------ the machine
@@ -284,16 +325,34 @@ def _codecs(given: list[str]) -> dict[str, Any]:
 # ------------------------------------------------------------------ the model
 
 
+def _take_preset(arguments: argparse.Namespace) -> None:
+    """Set what the run called ``--preset`` says of the options that are not given."""
+    if arguments.preset is None:
+        return
+    text = files("zeroshard.planner").joinpath("runs.toml").read_text(encoding="utf-8")
+    runs = tomllib.loads(text)
+    if arguments.preset not in runs:
+        raise UsageError(f"plan: --preset {arguments.preset!r} is not one of {', '.join(runs)}")
+    arguments.run = runs[arguments.preset]
+    arguments.checkpointing = True if arguments.run["checkpointing"] else arguments.checkpointing
+    for name in ("gpus",) if arguments.this_machine else ("gpu", "gpus"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, arguments.run[name])
+
+
 def _describe(arguments: argparse.Namespace, training: Training) -> ModelShape:
     """Return the model that the options name, with adapters where --trainable counts them."""
-    from zeroshard.planner.families import is_foreign, read_model
+    from zeroshard.planner.families import is_foreign, read_model, shape_of_config
     from zeroshard.planner.model import describe, with_adapters
 
-    given = [arguments.path, arguments.params, arguments.model]
+    given = [arguments.path, arguments.params, arguments.model, arguments.preset]
     if sum(one is not None for one in given) != 1:
-        raise UsageError("plan: give one model: --params 7.5B, --model package.module:factory, or"
-                         " a path")  # fmt: skip
-    if arguments.params is not None:
+        raise UsageError("plan: give one model: --params 7.5B, --model package.module:factory,"
+                         " --preset mt-nlg-530b, or a path")  # fmt: skip
+    if arguments.preset is not None:
+        model = shape_of_config(arguments.run["config"], arguments.preset)
+        model = replace(model, name=arguments.preset, note=arguments.run["source"])
+    elif arguments.params is not None:
         model = describe(arguments.params)
     elif arguments.path is None:
         model = _built(arguments.model, training)
@@ -352,6 +411,7 @@ def _price(text: str) -> float:
 _OPTIONS = (
     Option("[PATH]", "config.json, safetensors, or a directory", Path, dest="path"),
     Option("--params N", "number of parameters: 350M, 7.5B, 1T"),
+    Option("--preset RUN", "a run that papers name: mt-nlg-530b, falcon, ..."),
     Option("--model M:F", "package.module:factory, built without memory"),
     Option("--trainable N", "train adapters alone (LoRA), so many: 40M"),
     Option("--this-machine", "as zeroshard doctor measures it (20 s, kept)"),
@@ -376,10 +436,10 @@ _OPTIONS = (
     Option("--pp N", "stages of a pipeline, or auto", _ranks, 1),
     Option("--schedule NAME", "of the pipeline: 1f1b (default), gpipe, interleaved[:stages], zb"),
     Option("--checkpointing", "recompute activations in the backward"),
-    Option("--sweep gpus=A..B", "on more and more GPUs instead: gpus=8..16384"),
+    Option("--sweep WHAT", "on gpus=8..16384; or batch: the largest that fits"),
     Option("--plot FILE", "draw the sweep into a PNG (needs matplotlib)", Path),
-    Option("--comm KEY=VALUE", "weight_codec=int8, grad_codec=int4, ... of zs.Comm; may be"
-           " repeated", action="append", default=[]),
+    Option("--comm KEY=VALUE", "weight_codec=int8, ... of zs.Comm; may be repeated",
+           action="append", default=[]),
     Option("--fraction F", "of a state, off device: 0.5", _fraction, 1.0),
     Option("--price P", "of a GPU-hour: what a billion tokens cost (2.50)", _price,
            must="a positive number such as 2.50"),
@@ -393,7 +453,7 @@ _COMMAND = Subcommand(
     "zeroshard plan --params 70B --gpus 64 --gpu H100 --checkpointing\n"
     "zeroshard plan config.json --gpus 8 --checkpointing --write zero.json",
     _OPTIONS, description="Plan all rows of the policy table for a model on a machine.",
-    usage="%(prog)s (--params N | --model M:F | PATH) [--gpu NAME | --this-machine] [options]",
+    usage="%(prog)s (--params N | --preset RUN | --model M:F | PATH) [options]",
     allow_abbrev=False,
 )  # fmt: skip
 

@@ -237,7 +237,7 @@ def is_uneven(arguments: argparse.Namespace) -> bool:
 def leave_out(arguments: argparse.Namespace, why: str, *names: str) -> None:
     """Raise UsageError for the first of the options `names` that is given, and say why."""
     for name in names:
-        if getattr(arguments, name) != {"tp": 1, "pp": 1}.get(name):
+        if getattr(arguments, name) != {"tp": 1, "pp": 1, "batch": 1}.get(name):
             raise UsageError(f"plan: {why}: leave --{name.replace('_', '-')} out")
 
 

@@ -12,12 +12,14 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeroshard.comm.cpu.control import PeerControl
-from zeroshard.comm.job import heartbeat
+from zeroshard.comm.job import heartbeat, status
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import LossScaler, Precision
@@ -37,11 +39,13 @@ from zeroshard.runtime.loop import Loop
 from zeroshard.runtime.recovery import Recovery, verify_replicas
 from zeroshard.runtime.rest import Rest
 from zeroshard.runtime.step_tiles import StepTiles
+from zeroshard.runtime.trees import tensors_within
 from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan
 from zeroshard.runtime.weights import Weights
 from zeroshard.runtime.whole import Whole
 from zeroshard.state.local import local_of
+from zeroshard.system.device import Device
 
 # ------------------------------------------------------------------------------------------- forked
 # A forked child of a rank is no rank: it holds copies of the rank's sockets and of its shared
@@ -211,6 +215,39 @@ class _Listeners:
             verify_replicas(self._weights, self._sharded, self._context)
 
 
+_TOLD_S = 0.5  # between two notes of what this rank holds, and how fast it is
+_WHOLE = (torch.int64, torch.int32)
+
+
+class _Pulse:
+    """Notes for ``zeroshard top`` how far this rank is, and what it holds."""
+
+    _noted: tuple[float, ...]
+
+    def __init__(self, tell: Callable[..., None], digest: Digest, states: StateAccess) -> None:
+        self._tell, self._digest, self._states = tell, digest, states
+        self._begun, self._steps, self._tokens, self._noted = monotonic(), 0, 0, ()
+
+    def called(self, inputs: Any) -> None:
+        """Count the tokens of a micro-batch that trains: whole numbers in its `inputs`."""
+        if torch.is_grad_enabled():
+            sizes = (one.numel() for one in tensors_within(inputs) if one.dtype in _WHOLE)
+            self._tokens += next(sizes, 0)
+
+    def stepped(self) -> None:
+        """Note the step, and the rest at most twice a second."""
+        self._steps += 1
+        seconds = monotonic() - self._begun
+        if seconds > _TOLD_S or not self._noted:
+            report, accelerator = self._states.accounts.report(), Device.accelerator()
+            usage = accelerator and accelerator.usage()
+            rest, (_, reserved) = report.by_tier["device"], usage or (0, 0)
+            sizes = rest + report.temporary, rest + report.peak, reserved
+            self._noted = (seconds / self._steps, self._tokens / seconds, *sizes)
+            self._begun, self._steps, self._tokens = monotonic(), 0, 0
+        self._tell(self._digest.step, *self._noted)
+
+
 class Assembly:
     """A module and the parts of its engine."""
 
@@ -278,6 +315,10 @@ class Assembly:
         self._states = StateAccess(
             context, weights, rest, backward, self._finalizer, self._recovery, self._scaler
         )
+        if (tell := status()) is not None:
+            pulse = _Pulse(tell, digest, self._states)
+            events.called.append(pulse.called)
+            events.after_step.append(pulse.stepped)
         self._whole = Whole(
             self.module, weights, self._finalizer, context, self._states.join_trained
         )

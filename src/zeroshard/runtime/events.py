@@ -3,6 +3,7 @@
     event            when
     before_forward   a forward of the model begins, outside a backward; nothing is gathered yet
     forward_begun    its first gathers have been started, or others' gathers (join.py)
+    called           the same, and of each micro-batch of accumulate(); the model's arguments
     after_forward    it has ended, perhaps by an exception
     forward_agreed   it has ended well, on every rank: failures may be shared
     evaluated        the same of one without gradients, which no step may follow
@@ -49,6 +50,7 @@ class StepEvents:
     """The listeners of each event, in order."""
 
     before_forward: _Listeners = field(default_factory=list)
+    called: list[Callable[[Any], None]] = field(default_factory=list)
     forward_begun: _Listeners = field(default_factory=list)
     after_forward: _Listeners = field(default_factory=list)
     forward_agreed: _Listeners = field(default_factory=list)

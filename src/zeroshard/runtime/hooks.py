@@ -242,8 +242,11 @@ class Hooks:
             if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
                 loop.compiled = rests_whole
             self._bare.enter(weights.nothing_to_do)
-            if torch._C._current_graph_task_id() < 0 and not loop.between_sections:
-                loop.begin_forward()
+            if torch._C._current_graph_task_id() < 0:
+                if not loop.between_sections:
+                    loop.begin_forward()
+                for called in loop.events.called:
+                    called((args, kwargs))
             if loop.compiled:
                 weights.finish_published()
             if self._input_dtype is None:

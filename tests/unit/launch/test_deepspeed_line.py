@@ -4,7 +4,10 @@ use. Nothing is started.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.deepspeed.shim import VERSION
 from zeroshard.launch import cli, deepspeed_line
 from zeroshard.launch.deepspeed_line import REFUSED, Line, parse
 from zeroshard.launch.options import Host, HostPlace
@@ -187,14 +191,26 @@ def test_more_ranks_than_slots_are_refused(hosts: str) -> None:
 # ------------------------------------------------------------------ zeroshard as-deepspeed
 
 
-def test_the_stand_in_goes_before_all_paths_once() -> None:
-    once = deepspeed_line.environment_of_stand_in({"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"})
+def test_the_stand_in_goes_before_all_paths_once(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}  # nothing has been written there
+    paths = {"PYTHONPATH": "/a:/b", "PATH": "/usr/bin"}
+    once = deepspeed_line.environment_of_stand_in(home | paths)
     assert deepspeed_line.environment_of_stand_in(once) == once
-    folder, *others = once["PYTHONPATH"].split(":")
+    folder, facts, *others = once["PYTHONPATH"].split(":")
     assert others == ["/a", "/b"] and (Path(folder) / "deepspeed" / "__init__.py").is_file()
+    (found,) = importlib.metadata.distributions(path=[facts])
+    assert (found.name, found.version) == ("deepspeed", VERSION)
     program = Path(once["PATH"].split(":")[0]) / "deepspeed"
     assert os.access(program, os.X_OK) and once[deepspeed_line.PYTHON] == sys.executable
-    assert deepspeed_line.on_python_path({}) == folder
+    assert deepspeed_line.on_python_path(home) == f"{folder}:{facts}"
+
+
+def test_a_home_that_cannot_be_written_still_gets_the_distribution(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, facts = deepspeed_line.on_python_path({"XDG_CACHE_HOME": f"{tmp_path}/file"}).split(":")
+    assert [one.name for one in importlib.metadata.distributions(path=[facts])] == ["deepspeed"]
+    assert stat.S_IMODE(os.stat(facts).st_mode) == 0o700
+    shutil.rmtree(facts)
 
 
 def test_a_task_of_mpirun_or_srun_becomes_a_rank() -> None:

@@ -80,3 +80,40 @@ def test_bad_input_is_one_line(
     assert run_plan(*MODEL, *argv) == 2
     seen = capsys.readouterr()
     assert seen.out == "" and seen.err.count("\n") == 1 and message in seen.err
+
+
+def test_the_largest_micro_batch_of_each_row_fits_and_one_more_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_plan(*MODEL, "--gpus", "4", "--sweep", "batch", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["sweep"]
+    assert [one["tokens_per_s"] for one in rows] == sorted(
+        (one["tokens_per_s"] for one in rows), reverse=True
+    )
+    for batch, wanted in ((0, True), (1, False)):
+        for one in rows[:3]:
+            given = "--batch", str(one["batch"] + batch)
+            run_plan(*MODEL, "--gpus", "4", *given, "--json")
+            planned = json.loads(capsys.readouterr().out)["rows"]
+            (row,) = (
+                two for two in planned if (two["row"], two["tiers"]) == (one["row"], one["tiers"])
+            )
+            assert row["fits"] is wanted
+            assert wanted is False or row["peak_bytes"] == one["peak_bytes"]
+
+
+def test_the_price_of_the_largest_micro_batch_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = (*MODEL, "--gpus", "4", "--sweep", "batch")
+    assert run_plan(*argv) == 0
+    hours = capsys.readouterr().out.splitlines()
+    assert run_plan(*argv, "--price", "2") == 0
+    priced = capsys.readouterr().out.splitlines()
+    assert hours[3].split()[-1] == "GPU-hours" and priced[3].split()[-1] == "price"
+    assert float(priced[5].split()[-1]) == pytest.approx(2 * float(hours[5].split()[-1]), rel=0.01)
+    assert run_plan("--params", "175B", "--gpu", "RTX4090", "--sweep", "batch") == 1
+    assert "no row fits with one sequence" in capsys.readouterr().out
+    for other in (("--batch", "2"), ("--plot", "x.png"), ("--write", "x.json"), ("--tp", "2")):
+        assert run_plan(*argv, *other) == 2
+        assert "leave --" in capsys.readouterr().err

@@ -6,11 +6,15 @@ docs/planner-measured.md says why.
 
 from __future__ import annotations
 
+import json
+import tomllib
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import pytest
 
+from tests.support.plan_command import run_plan
 from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import STAGES, row
@@ -251,3 +255,37 @@ def test_megatrons_flops_per_second_are_as_far_off_as_the_docs_say(
     extra = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
     flops = 96 * batch * 2048 * layers * hidden**2 * extra
     assert flops / seconds / gpus / 1e12 / published == pytest.approx(times, abs=0.01)
+
+
+# ------------------------------------------------------------------ runs that introductions name
+
+_RUNS = tomllib.loads(files("zeroshard.planner").joinpath("runs.toml").read_text())
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_the_parameters_of_a_preset_are_the_published_ones(name: str) -> None:
+    run = _RUNS[name]
+    model = shape_of_config(run["config"], name)
+    counted = [model.numel, *([] if model.used_numel is None else [model.used_numel])]
+    assert counted == pytest.approx(run["published"], rel=0.015)
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_a_preset_is_planned_on_its_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    is_too_large = name == "deepseek-v3"  # a layer's experts, gathered and reduced, are 70 GB
+    assert run_plan("--preset", name, "--json") == int(is_too_large)
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["gpus"] == _RUNS[name]["gpus"] and plan["training"]["checkpointing"]
+    here = [row for row in plan["rows"] if set(row["tiers"].values()) == {"device"}]
+    fits = {row["row"] for row in here if row["fits"]}
+    # the stages as the runs had them needed tensor or pipeline parallelism
+    assert not fits & {"ddp", "zero1", "zero2"} and ("zero3" in fits) is not is_too_large
+
+
+def test_a_preset_is_one_model_and_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan("--preset", "turing-nlg", "--gpu", "B200", "--gpus", "8", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["name"] == "B200"
+    assert run_plan("--preset", "falcon", "--params", "7B") == 2
+    assert "give one model" in capsys.readouterr().err
+    assert run_plan("--preset", "gpt-5") == 2
+    assert "--preset 'gpt-5' is not one of mt-nlg-530b, " in capsys.readouterr().err

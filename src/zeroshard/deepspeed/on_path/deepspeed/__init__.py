@@ -1,7 +1,7 @@
 """``import deepspeed`` where this folder's parent is in PYTHONPATH: becomes the stand-in.
 
 ``zeroshard as-deepspeed`` and ``--as-deepspeed`` put it there, for the processes that they start
-and all their children; beside it lies the distribution's METADATA. Nothing else imports it.
+and all their children, with a folder that has the distribution's METADATA. Nothing else imports it.
 """
 
 from __future__ import annotations
