@@ -168,7 +168,7 @@ def test_the_loop_of_elastic_runs_goes_on_with_the_rows_of_the_next_step(tmp_pat
 
 
 def _resumed(rank: int, world_size: int, folder: str, last: int) -> tuple[list[list[int]], Any]:
-    """Run the loop of the first hour's save and resume in `folder`, saving every step, and leave it after
+    """Run the loop of "The first hour" in `folder`, saving every step, and leave it after
     step `last` as one that is killed does; return the rows that this rank has read in each step,
     and the weights at the end.
     """
