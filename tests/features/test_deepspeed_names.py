@@ -201,7 +201,8 @@ def test_init_joins_the_group_that_a_launcher_describes(tmp_path: Path) -> None:
     )
     line = [sys.executable, "-m", "zeroshard", "run", "--nproc", "1", "--as-deepspeed", str(script)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    said = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.10's own
+    assert said == ["False", "True"], done.stderr
 
 
 def _joint(rank: int, world: int) -> None:

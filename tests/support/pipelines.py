@@ -26,6 +26,12 @@ SINGLE = ("GPipe", "1F1B")  # one stage on each rank
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # stages rank, rank + ranks
 SCHEDULES = (*SINGLE, *LOOPED, "ZBVZeroBubble")
 
+if torch.__version__ < (2, 13):  # stages first greet their neighbours; gloo cannot on one rank
+    _greetings: Any = PipelineStage._get_init_p2p_neighbors_ops
+    PipelineStage._get_init_p2p_neighbors_ops = lambda stage: [  # type: ignore[method-assign]
+        one for one in _greetings(stage) if one.group_peer != stage.group_rank
+    ]
+
 
 class Norm(nn.Module):
     def __init__(self, width: int) -> None:

@@ -47,7 +47,8 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 
 def _method(name: str, older: str) -> Any:
-    return getattr(dist.ProcessGroup, name, None) or getattr(dist.ProcessGroup, older)
+    method = getattr(dist.ProcessGroup, name, None) or getattr(dist.ProcessGroup, older)
+    return getattr(method, "__func__", method)  # torch 2.10's is one around it
 
 
 # (group, out, own, AllgatherOptions) and (group, out, data, ReduceScatterOptions) -> Work | None

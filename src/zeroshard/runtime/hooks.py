@@ -178,7 +178,8 @@ class Hooks:
         self._input_dtype = input_dtype
         self._watch = watch
         self._handles: list[Any] = []
-        self._hook_id = 0  # of the hook after each module's forward
+        self._hook_id = RemovableHandle.next_id  # see `_with_one_id`
+        RemovableHandle.next_id += 2  # one around each module's forward, one for casts
         # load_state_dict under way: per unit its context, its copies, modules still to load
         self._loads: dict[int, list[Any]] = {}
         self._watchers: dict[tuple[Unit, ...], Callable[..., None]] = {}
@@ -194,10 +195,11 @@ class Hooks:
             self._install_module(module, held, ends, [*ends, *alone])
         layers = {} if input_dtype is None else casting_hooks(model, input_dtype)
         casts = {
-            layer: layer.register_forward_pre_hook(hook, with_kwargs=True)
+            layer: self._with_one_id(
+                self._hook_id + 1, layer.register_forward_pre_hook, hook, with_kwargs=True
+            )
             for layer, hook in layers.items()
         }
-        self._handles += casts.values()
         roots = roots_of(model)
         inner = [
             module for module, _ in needed.values() if all(module is not root for root in roots)
@@ -351,26 +353,21 @@ class Hooks:
 
         leave_alone(before, in_graph=in_graph(before))
         leave_alone(after, in_graph=in_graph(after))
-        self._handles.append(
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        )
-        handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
-        self._handles.append(self._with_one_id(module, handle))
+        before_it, after_it = module.register_forward_pre_hook, module.register_forward_hook
+        self._with_one_id(self._hook_id, before_it, before, with_kwargs=True, prepend=True)
+        self._with_one_id(self._hook_id, after_it, after, with_kwargs=True, always_call=True)
 
-    def _with_one_id(self, module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-        """Give the hook after every module's forward one id, which nobody else's hook has: Dynamo
-        guards on the ids of hooks that are always called, and would compile each of many like
-        blocks.
+    def _with_one_id(
+        self, number: int, register: Callable[..., RemovableHandle], hook: Any, **options: bool
+    ) -> RemovableHandle:
+        """Register a hook under an id that the like hooks of all modules have, and nobody else's:
+        Dynamo guards on ids (before torch 2.13 on all with keywords, else on those that are always
+        called), and would compile each of many like blocks.
         """
-        self._hook_id = self._hook_id or handle.id
-        every: Sequence[dict[int, Any]] = (
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-        )
-        for entries in every:
-            entries[self._hook_id] = entries.pop(handle.id)
-        handle.id = self._hook_id
+        coming, RemovableHandle.next_id = RemovableHandle.next_id, number
+        handle = register(hook, **options)
+        RemovableHandle.next_id = coming
+        self._handles.append(handle)
         return handle
 
     def watcher(self, units: Sequence[Unit]) -> Callable[..., None]:

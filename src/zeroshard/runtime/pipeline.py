@@ -128,9 +128,9 @@ class Following:
             lists[rank] = [_to_torch(action, torchs) for action in self._placed]
             self._undo.callback(lists.__setitem__, rank, before)
             for name in (UNSHARD, RESHARD, REDUCE_GRAD):
-                kind = torchs._ComputationType(name)
+                kind = torchs._ComputationType.from_str(name)
                 schedule.register_custom_function(
-                    kind, lambda one, _: self._run(one.computation_type.value, one.stage_index)
+                    kind, lambda one, _, name=name: self._run(name, one.stage_index)
                 )
                 self._undo.callback(functions.pop, kind, None)
         self.is_on = True
@@ -386,7 +386,7 @@ def _runs_lists(schedule: Any) -> bool:
 def _actions_of(schedule: Any) -> list[Action]:
     """Return what this rank does in a step, in order."""
     if _runs_lists(schedule):
-        return [_from_torch(one) for one in schedule.pipeline_order_with_comms[schedule.rank]]
+        return [from_torch(one) for one in schedule.pipeline_order_with_comms[schedule.rank]]
     number = schedule._stage.stage_index
     orders = schedule._get_pipeline_order()
     if orders is None and not schedule._has_backward:
@@ -396,16 +396,18 @@ def _actions_of(schedule: Any) -> list[Action]:
             f"a {type(schedule).__name__} does not say its order: engine.follow() takes a schedule"
             " of torch.distributed.pipelining that does"
         )
-    return [_from_torch(one) for one in orders[number] if one is not None]
+    return [from_torch(one) for one in orders[number] if one is not None]
 
 
-def _from_torch(action: Any) -> Action:
-    parts = tuple(_from_torch(part) for part in action.sub_actions or ())
-    kind = action.computation_type.value
-    return Action(action.stage_index, kind, action.microbatch_index, parts)
+def from_torch(action: Any) -> Action:
+    """Return an action of torch's as ours."""
+    parts = tuple(from_torch(part) for part in action.sub_actions or ())
+    kind = action.computation_type  # before torch 2.13 its value is a number
+    name = kind.value if isinstance(kind.value, str) else str(kind)
+    return Action(action.stage_index, name, action.microbatch_index, parts)
 
 
 def _to_torch(action: Action, torchs: Any) -> Any:
     parts = tuple(_to_torch(part, torchs) for part in action.parts) or None
-    kind = torchs._ComputationType(action.kind)
+    kind = torchs._ComputationType.from_str(action.kind)
     return torchs._Action(action.stage, kind, action.micro_batch, parts)

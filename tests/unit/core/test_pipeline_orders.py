@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from zeroshard.core.pipeline_orders import Action, PipelineOrder, most_in_flight
+from zeroshard.core.pipeline_orders import PipelineOrder, most_in_flight
 from zeroshard.errors import ConfigError
+from zeroshard.runtime.pipeline import from_torch
 
 _COMPUTED = ("F", "B", "I", "W")
 
@@ -45,9 +46,9 @@ def test_every_schedule_computes_in_the_order_of_torchs(
     schedule.check(ranks, micro_batches)
     for rank, actions in _torchs(schedule, ranks, micro_batches).items():
         theirs = [
-            Action(one.stage_index, one.computation_type.value, one.microbatch_index)
+            action
             for one in actions
-            if one is not None and one.computation_type.value in _COMPUTED
+            if one is not None and (action := from_torch(one)).kind in _COMPUTED
         ]
         if text == "1f1b" and rank == ranks - 1:  # torch's list numbers its forwards from 1
             theirs = [one._replace(micro_batch=one.micro_batch - (one.kind == "F"))
