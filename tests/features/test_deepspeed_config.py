@@ -222,6 +222,16 @@ def test_the_keys_that_0_19_7_and_0_19_8_have_added_are_taken() -> None:
         assert zs.read_deepspeed({"data_types": {"keep_in_fp32_modules": value}}).refusals() == []
 
 
+def test_configurations_of_what_deepspeed_has_removed_are_taken() -> None:
+    """The blocks of docs/deepspeed-removed.md."""
+    page = (ROOT / "docs" / "deepspeed-removed.md").read_text()
+    mics, loco, one_bit = (json.loads(one.split("```")[0]) for one in page.split("```json\n")[1:])
+    assert Config.from_deepspeed(mics).resolved_policy().name == "mics"
+    assert Config.from_deepspeed(loco).comm.codecs().feedback is not None
+    comm = Config.from_deepspeed(one_bit).comm
+    assert (comm.weight_codec, comm.grad_codec) == ("int8", "int4")
+
+
 @pytest.mark.slow
 def test_an_installed_deepspeed_has_no_key_that_the_table_lacks(deepspeed_python: str) -> None:
     """Prints what differs: a new release of DeepSpeed adds keys and moves defaults."""
