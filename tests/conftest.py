@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +86,18 @@ def _end_pools() -> Iterator[None]:
     # when the last test is torn down.
     yield
     close_pools()
+
+
+@pytest.fixture
+def deepspeed_python() -> str:
+    """An interpreter that has DeepSpeed."""
+    named = os.environ.get("ZEROSHARD_DEEPSPEED_PYTHON", sys.executable)
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
+    if subprocess.run([named, "-c", look], check=False).returncode:
+        pytest.skip(
+            "no DeepSpeed here: ZEROSHARD_DEEPSPEED_PYTHON names an interpreter that has it"
+        )
+    return named
 
 
 class _SkipBudget:

@@ -232,6 +232,20 @@ def test_blocks_of_code_are_not_wider_than_a_page_of_a_phone_or_a_split_screen()
     assert wide == []
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = {
+        (place, path.removeprefix("tests/"), test)
+        for place, text in _texts().items()
+        for path, test in re.findall(r"`([\w/]+\.py)::(test_\w+)`", text)
+    }
+    gone = [
+        f"{place}: {path}::{test}"
+        for place, path, test in sorted(named)
+        if f"def {test}(" not in (TREE / "tests" / path).read_text()
+    ]
+    assert len(named) > 20 and gone == []
+
+
 def _shown(text: str) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines of what is typed and printed: console, text and indented blocks."""
     for block in blocks(text):

@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -827,18 +826,6 @@ def test_the_newest_tag_is_taken_where_latest_names_none(
     assert imported.step == 12 and "global_step12 is taken" in imported.notes[0]
     assert import_checkpoint(tmp_path / "ds" / "global_step3", tmp_path / "run").step == 3
     assert sorted(list_steps(tmp_path / "run")) == [3, 12]
-
-
-@pytest.fixture
-def deepspeed_python() -> str:
-    """An interpreter that has DeepSpeed."""
-    named = os.environ.get("ZEROSHARD_DEEPSPEED_PYTHON", sys.executable)
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
-    if subprocess.run([named, "-c", look], check=False).returncode:
-        pytest.skip(
-            "no DeepSpeed here: ZEROSHARD_DEEPSPEED_PYTHON names an interpreter that has it"
-        )
-    return named
 
 
 def _by_deepspeed(python: str, *line: str) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 import zeroshard as zs
 from tests.support.deepspeed_files import FILES, NAMES
-from tests.support.harness import run_ranks
+from tests.support.harness import ROOT, run_ranks
 from tests.support.training import train
 from zeroshard import Config, ConfigError
 from zeroshard.config import build_config
@@ -103,7 +105,7 @@ def test_an_unknown_key_beside_an_optimizers_type_is_dropped_with_a_line() -> No
         " 'type'?",
     ]
     [refused] = file.refusals()
-    assert refused.line.endswith("is not a key of DeepSpeed's (up to 0.19.6): leave it out")
+    assert refused.line.endswith("is not a key of DeepSpeed's (up to 0.19.8): leave it out")
 
 
 def test_an_unknown_key_at_the_top_is_a_warning_by_every_door(
@@ -204,6 +206,40 @@ def test_a_section_is_refused_where_a_switch_in_it_is_on() -> None:
         {"pipeline": {"stages": 2}},
     ):
         assert len(zs.read_deepspeed(on).refusals()) == 1, on
+
+
+def test_the_keys_that_0_19_7_and_0_19_8_have_added_are_taken() -> None:
+    zero = {"stage": 2, "parameter_alignment": True, "compute_grad_norm": False}
+    types = {"param_dtype": "bf16", "buffer_dtype": "bf16", "keep_in_fp32_modules": ["*bias"]}
+    more = {"log_level": "WARNING", "disable_python_gc": True}
+    more |= {"use_data_before_expert_parallelism": True, "vocabulary_size": 50257}
+    source = {"bf16": {"enabled": True}, "zero_optimization": zero, "data_types": types} | more
+    file = zs.read_deepspeed(source)
+    assert file.refusals() == [] and file.unknown() == []
+    usual = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert file.config() == Config.from_deepspeed(usual)
+    for value in ("auto", [], None):
+        assert zs.read_deepspeed({"data_types": {"keep_in_fp32_modules": value}}).refusals() == []
+
+
+def test_configurations_of_what_deepspeed_has_removed_are_taken() -> None:
+    """The blocks of docs/deepspeed-removed.md."""
+    page = (ROOT / "docs" / "deepspeed-removed.md").read_text()
+    mics, loco, one_bit = (json.loads(one.split("```")[0]) for one in page.split("```json\n")[1:])
+    assert Config.from_deepspeed(mics).resolved_policy().name == "mics"
+    assert Config.from_deepspeed(loco).comm.codecs().feedback is not None
+    comm = Config.from_deepspeed(one_bit).comm
+    assert (comm.weight_codec, comm.grad_codec) == ("int8", "int4")
+
+
+@pytest.mark.slow
+def test_an_installed_deepspeed_has_no_key_that_the_table_lacks(deepspeed_python: str) -> None:
+    """Prints what differs: a new release of DeepSpeed adds keys and moves defaults."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "src")}
+    command = [deepspeed_python, str(ROOT / "scripts" / "deepspeed_keys.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "not in our table: 0" in done.stdout and "another default: 0" in done.stdout
 
 
 def test_older_forms_are_read() -> None:
@@ -371,6 +407,24 @@ def test_plus_plus_and_mics_are_read_as_rows_and_codecs() -> None:
         ({"zero_optimization": {"stage": 4}}, "stage=4 is not one of 0, 1, 2, 3"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1 is negative"),
+        ({"zero_optimization": {"parameter_alignment": 16}}, "alignment=16 is neither true nor"),
+        ({"zero_optimization": {"compute_grad_norm": "no"}}, "norm='no' is neither true nor false"),
+        ({"data_types": {"param_dtype": "int8"}}, "param_dtype='int8' is not one of fp32, fp16,"),
+        (
+            {"data_types": {"param_dtype": "bf16"}},
+            "param_dtype='bf16': weights are fp32, as fp16 and bf16 say: leave it out",
+        ),
+        ({"data_types": {"buffer_dtype": "int8"}}, "buffer_dtype='int8' is not one of fp32, fp16,"),
+        (
+            {"data_types": {"keep_in_fp32_modules": "bias"}},
+            "keep_in_fp32_modules='bias' is neither 'auto' nor a list of names",
+        ),
+        ({"data_types": {"keep_in_fp32_modules": ["(", "bias"]}}, "has a bad pattern"),
+        ({"data_types": {"keep_in_fp32_modules": [1]}}, "has a bad pattern"),
+        ({"disable_python_gc": 1}, "disable_python_gc=1 is neither true nor false"),
+        ({"log_level": "loud"}, "log_level='loud' is not one of debug, info, warning, error, crit"),
+        ({"use_data_before_expert_parallelism": "yes"}, "='yes' is neither true nor false"),
+        ({"weight_quantization": {"post_init_quant": {}}}, "use comm.frozen_codec"),
         ([1], "is a JSON object, not a list"),
     ],
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -390,6 +392,92 @@ def test_initialize_logs_the_line_of_versions_that_programs_look_for(
     git = "git-hash=zeroshard, git-branch=zeroshard"
     assert told == [f"[Rank 0] DeepSpeed info: version={deepspeed.__version__}, {git}"]
     assert deepspeed.__version__.endswith("+zeroshard"), "the line says whose it is"
+
+
+def test_the_log_has_the_level_of_the_configuration() -> None:
+    before = helpers.logger.level
+    engine, *_ = deepspeed.initialize(
+        model=torch.nn.Linear(2, 1), config=config(2, log_level="error")
+    )
+    assert helpers.logger.level == logging.ERROR and engine.log_level() == "error"
+    engine.destroy()
+    helpers.logger.setLevel(before)
+
+
+def test_the_garbage_collector_is_off_while_an_engine_wants_it_so() -> None:
+    def made() -> Any:
+        keys = config(2, disable_python_gc=True)
+        return deepspeed.initialize(model=torch.nn.Linear(2, 1), config=keys)[0]
+
+    first, second = made(), made()
+    assert not gc.isenabled() and first.collect_python_gc() >= 0
+    first.destroy()
+    assert not gc.isenabled(), "the second engine is open"
+    second.destroy()
+    second.destroy()
+    assert gc.isenabled()
+    gc.disable()
+    made().destroy()
+    assert not gc.isenabled(), "the script has switched it off"
+    gc.enable()
+
+
+class _Routed(Net):
+    """A model with a routing bias of distances that bf16 has not, and a table."""
+
+    _keep_in_fp32_modules_strict = ("first.bias_of_experts",)
+    _keep_in_fp32_modules = ("table",)
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.first = torch.nn.Module()
+        self.first.register_buffer("bias_of_experts", 5 + torch.arange(8) * 0.003)
+        self.register_buffer("table", torch.arange(8) / 7)
+        self.register_buffer("places", torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("half", "types", "bias", "table"),
+    [
+        ("bf16", {}, "float32", "float32"),
+        ("bf16", {"buffer_dtype": "bf16"}, "float32", "bfloat16"),
+        ("fp16", {"buffer_dtype": "fp16"}, "float32", "float32"),
+        ("bf16", {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}, "bfloat16", "bfloat16"),
+        ("bf16", {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["t*le"]}, "bfloat16", "float32"),
+        ("", {"buffer_dtype": "bf16"}, "float32", "float32"),
+    ],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_have_the_dtypes_that_deepspeed_gives_them(
+    stage: int, half: str, types: dict[str, Any], bias: str, table: str
+) -> None:
+    keys = config(stage, data_types=types) | ({half: {"enabled": True}} if half else {})
+    model = _Routed()
+    values = model.first.bias_of_experts.clone()
+    engine, *_ = deepspeed.initialize(model=model, config=keys)
+    found = {name: one.dtype for name, one in engine.module.named_buffers()}
+    assert found["first.bias_of_experts"] == getattr(torch, bias)
+    assert found["table"] == getattr(torch, table) and found["places"] == torch.int64
+    if bias == "float32":
+        assert torch.equal(model.first.bias_of_experts, values)
+    engine.destroy()
+
+
+def _changes_nothing(rank: int, world: int) -> None:
+    for stage in (1, 2):
+        trained = []
+        for keys in ({}, {"parameter_alignment": True, "compute_grad_norm": False}):
+            zero = {"stage": stage, **keys}
+            _, engine = made(stage, zero_optimization=zero)
+            losses = [one_step(engine, rank, step) for step in range(2)]
+            trained.append((losses, engine.get_global_grad_norm(), engine.module_state_dict()))
+            engine.destroy()
+        assert trained[0][:2] == trained[1][:2]
+        assert all(torch.equal(trained[0][2][name], one) for name, one in trained[1][2].items())
+
+
+def test_aligned_parameters_and_a_norm_left_out_change_no_bit() -> None:
+    run_ranks(2, _changes_nothing)
 
 
 def test_a_warmup_of_no_steps_is_taken_as_the_shortest(caplog: pytest.LogCaptureFixture) -> None:

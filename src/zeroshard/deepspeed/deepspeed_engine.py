@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -217,6 +219,14 @@ class LeafWalk:
 # --------------------------------------------------------------------------------- deepspeed engine
 
 _NO_CLIENT = Client()
+_pausing: list[None] = []  # one for each open engine with disable_python_gc
+
+
+def _resume() -> None:
+    """Switch the garbage collector on after the last engine with disable_python_gc."""
+    _pausing.pop()
+    if not _pausing:
+        gc.enable()
 
 
 class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
@@ -252,6 +262,13 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self._boundary: bool | None = None  # as set_gradient_accumulation_boundary() says
         self._collecting = False  # inside no_sync()
         self._stepping = False  # inside step()
+        self._end_pause: Any = None
+        if config.get("disable_python_gc") is True and (_pausing or gc.isenabled()):
+            if not _pausing:
+                gc.collect()
+                gc.disable()
+            _pausing.append(None)
+            self._end_pause = weakref.finalize(self, _resume)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -502,6 +519,10 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         with self.engine.gathered(writeback=True):
             self.module.load_state_dict(checkpoint["module"], strict=strict)
 
+    def collect_python_gc(self) -> int:
+        """Run the garbage collector, which ``disable_python_gc`` has switched off."""
+        return gc.collect()
+
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameter outlives its use."""
 
@@ -513,3 +534,5 @@ class DeepSpeedEngine(Answers, TaggedCheckpoints, nn.Module):
         self.engine.close()
         for parameter in self._client.left_out:
             parameter.requires_grad_(True)
+        if self._end_pause is not None:
+            self._end_pause()

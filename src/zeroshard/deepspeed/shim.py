@@ -194,7 +194,7 @@ def write_distribution(folder: Path) -> None:
 
 
 # the version of DeepSpeed with this interface, and who offers it
-VERSION = "0.19.6+zeroshard"
+VERSION = "0.19.8+zeroshard"
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.partition("+")[0].split("."))
 
 SAFE = [
@@ -380,10 +380,11 @@ INSTEAD = {name: use for names, use in _USE.items() for name in names.split()}
 
 _ZERO_SECTION = "zero_optimization"
 _ZERO_KEYS = (
-    "allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint"
-    " ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings"
-    " offload_optimizer offload_param overlap_comm reduce_bucket_size reduce_scatter"
-    " round_robin_gradients save_muon_momentum_buffer_in_memory sub_group_size"
+    "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients"
+    " elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights"
+    " log_trace_cache_warnings offload_optimizer offload_param overlap_comm parameter_alignment"
+    " reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory"
+    " sub_group_size"
 )
 _WITH_PREFIX = (
     "hpz_partition_size quantized_gradients quantized_nontrainable_weights quantized_weights"
@@ -416,8 +417,9 @@ OF_KEYS: dict[str, str] = {
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
 }
 _PLAIN = (  # the same name there and here
-    "dataloader_drop_last dump_state gradient_predivide_factor memory_breakdown steps_per_print"
-    " wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    "dataloader_drop_last dump_state gradient_predivide_factor log_level memory_breakdown"
+    " steps_per_print wall_clock_breakdown zero_allow_untested_optimizer"
+    " zero_force_ds_cpu_optimizer"
 )
 OF_KEYS |= {name: name for name in _PLAIN.split()}
 

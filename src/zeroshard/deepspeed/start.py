@@ -12,6 +12,7 @@ import base64
 import copy
 import logging
 import os
+import re
 import sys
 import warnings
 import weakref
@@ -365,6 +366,8 @@ def initialize(
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
     given = [name for name, one in objects.items() if one is not None]
     settings = accepted(file, comm.get_world_size(), given, _note)
+    if (level := file.data.get("log_level")) not in (None, "auto"):
+        _log.setLevel(level.upper())
     end_init_blocks()
     earlier = held_parameters.engine_of(next(model.parameters(), None))
     if earlier is not None and earlier.module is model:  # DeepSpeed lets one do it, too
@@ -467,6 +470,7 @@ def _sharded(
     if accelerator is not None:
         model.to(accelerator)
     engine = zs.shard(model, optimizer, config=settings, sync_from=0)
+    _cast_buffers(model, config.get("data_types") or {}, engine.precision.compute)
     if optimizer is not None:
         engine.hide_gradients()
     walk = None
@@ -499,6 +503,30 @@ def _sharded(
         else:
             _log.info("zeroshard %s", line)
     return out
+
+
+def _cast_buffers(model: nn.Module, data_types: dict[str, Any], compute: torch.dtype) -> None:
+    """Give the buffers of a model in bf16 or fp16 the configured dtype, and fp32 to those that
+    `data_types` names, or the model itself, as Transformers' models do.
+    """
+    if compute == torch.float32:
+        return
+    own = ["_keep_in_fp32_modules_strict"]
+    if compute == torch.float16:
+        own.append("_keep_in_fp32_modules")
+    given = data_types.get("keep_in_fp32_modules")
+    kept: set[int] = set()
+    for module in [model] if isinstance(given, list) else model.modules():
+        listed = [name for one in own for name in getattr(module, one, None) or ()]
+        names = given if isinstance(given, list) else listed
+        for pattern in (re.compile(name.replace("*", ".*")) for name in names):
+            kept.update(id(one) for name, one in module.named_buffers() if pattern.search(name))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    wanted = dtypes.get(data_types.get("buffer_dtype", ""))
+    for buffer in model.buffers():
+        dtype = torch.float32 if id(buffer) in kept else wanted
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from zeroshard.errors import ConfigError
 
 _PATHS = (str, Path)
 _FILLED_IN = "left to whoever fills it in, and else to our default"
-_LEAVE_OUT = " (up to 0.19.6): leave it out"
+_LEAVE_OUT = " (up to 0.19.8): leave it out"
 _READ_BY_NAME = ("optimizer", "scheduler")  # sections that drop other keys
 _TOLD = [name for name, key in KEYS.items() if key.tells_default]
 

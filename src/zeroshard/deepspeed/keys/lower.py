@@ -149,6 +149,14 @@ def dtype(value: Any, values: Values, key: str, state: str) -> Options:
     return {} if value == _USUAL[key][compute] else {f"precision.{state}": value}
 
 
+def same_dtype(value: Any, values: Values) -> Options:
+    """Nothing: the dtype of weights has to be that of fp16 or bf16."""
+    compute = next((name for one, name in _HALVES.items() if values[f"{one}.enabled"]), "fp32")
+    if value != compute:
+        raise ConfigError(f"weights are {compute}, as fp16 and bf16 say: leave it out")
+    return {}
+
+
 def static_scale(value: Any, values: Values) -> Options:
     """The scale of every step; 0 for one that moves."""
     return {"loss_scale.initial": float(value), "loss_scale.dynamic": False} if value else {}

@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from re import fullmatch
+from re import compile, fullmatch
+from re import error as PatternError
 from typing import Any
 
 import zeroshard.deepspeed.keys.lower as to
@@ -51,10 +52,22 @@ texts = _kind((
     lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v),
     "is not a list of names",
 ))  # fmt: skip
+patterns = _kind(
+    (lambda v: isinstance(v, list), "is neither 'auto' nor a list of names"),
+    (lambda v: all(isinstance(one, str) and _is_pattern(one) for one in v), "has a bad pattern"),
+)
 text = _kind((lambda v: isinstance(v, str), "is not text"))
 # null and false stand for an empty object
 an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not an object"))
 anything = _kind()  # for keys that make no difference here
+
+
+def _is_pattern(name: str) -> bool:
+    """Whether a name, in which * stands for any characters, can be searched for."""
+    try:
+        return bool(compile(name.replace("*", ".*")))
+    except PatternError:
+        return False
 
 
 def one_of(*choices: Any, also: tuple[Any, ...] = ()) -> Kind:
@@ -150,6 +163,8 @@ _CALLS = "only models that call deepspeed.checkpointing have it"
 _TRACE = "use engine.trace(DIRECTORY) and zeroshard report"
 _METRICS = "log engine.memory(), engine.traffic() and your losses in the training loop"
 _AS_IS = "models are trained as they are"
+_BUFFERS = "buffers keep the dtype that they have"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _ZERO: dict[str, Any] = {
     "stage": becomes(0, _STAGES, "which states are sharded", to.stage, tells_default=True),
@@ -161,6 +176,9 @@ _ZERO: dict[str, Any] = {
     "allgather_bucket_size": tunes(5e8, "a unit's weights are gathered at once"),
     "overlap_comm": tunes(None, "communication always overlaps compute"),
     "round_robin_gradients": tunes(False, "each unit's gradients are cut over all ranks"),
+    "parameter_alignment": tunes(False, "no step depends on where a parameter begins", flag),
+    "compute_grad_norm": tunes(
+        True, "a step takes the norm anyway, to see that gradients are finite", flag),
     "load_from_fp32_weights": refuses(True, "a checkpoint always restores the fp32 masters"),
     "elastic_checkpoint": tunes(False, "a checkpoint loads on any number of ranks"),
     "ignore_unused_parameters": refuses(
@@ -290,8 +308,14 @@ _TABLE: dict[str, Any] = {
     "data_types": {
         "grad_accum_dtype": becomes(None, _DTYPES, "the dtype of gradients at rest",
             to.dtype, "data_types.grad_accum_dtype", "accumulate"),
-        "param_dtype": refuses(None, "bf16 and fp16 say it"),
-        "buffer_dtype": refuses(None, "buffers keep their dtype", "cast them in the model")},
+        "param_dtype": becomes(None, _DTYPES,
+            "compared with what bf16 and fp16 say, as there", to.same_dtype),
+        "buffer_dtype": tunes(None, f"{_BUFFERS}, cast them in the model", _DTYPES,
+            done="buffers are cast, as there"),
+        "keep_in_fp32_modules": tunes(
+            "auto", f"{_BUFFERS}, so that a routing bias in fp32 stays in fp32", patterns,
+            done="buffers that it names are fp32, as there; by default those of the model's own"
+            " lists")},
     "gradient_allreduce_op": becomes(
         "mean", one_of("mean", "sum", also=("MEAN", "SUM", "Mean", "Sum")),
         "whether a step takes the mean of the ranks' gradients, or their sum; at every stage",
@@ -338,8 +362,16 @@ _TABLE: dict[str, Any] = {
         "use_node_local_storage": refuses(False, "a checkpoint is one directory that all ranks see",
                                           "save to a shared directory"),
         "parallel_write": {"pipeline_stage": tunes(False, "each rank writes its own pieces")},
+        "checkpoint_serialization": tunes(True, "checkpoints are safetensors and JSON"),
         "writer": tunes(None, "zs.Saver writes in the background")},
+    "datastates_ckpt": tunes(None, "zs.Saver writes in the background"),
     "load_universal_checkpoint": tunes(False, "every checkpoint loads on any number of ranks"),
+    "log_level": watches(
+        None, one_of(*_LEVELS, also=tuple(map(str.upper, _LEVELS))),
+        "set that of logging.getLogger('zeroshard')",
+        "DeepSpeed's logger has it; otherwise it shows lines from info on"),
+    "disable_python_gc": watches(False, flag, "call gc.disable() in the script",
+        "the garbage collector is off until engine.destroy(); engine.collect_python_gc() runs it"),
     "steps_per_print": tunes(
         None, "DeepSpeed's initialize() logs steps; shard() prints nothing", every),
     "wall_clock_breakdown": watches(False, flag, _TRACE,
@@ -365,6 +397,7 @@ _TABLE: dict[str, Any] = {
         "layers are not cut over ranks",
         "use torch's parallelize_module, and give shard() the mesh with its 'tp'", "autotp_size"),
     "expert_parallel": section("experts are not cut over ranks", switch=""),
+    "use_data_before_expert_parallelism": tunes(False, "experts are not cut over ranks", flag),
     "pipeline": section(
         "layers are not cut into stages",
         "use torch.distributed.pipelining, and give shard() the mesh with its 'pp'", ""),
@@ -379,6 +412,9 @@ _TABLE: dict[str, Any] = {
     "progressive_layer_drop": section(_AS_IS, "drop layers in the model"),
     "eigenvalue": section(_AS_IS),
     "quantize_training": section(_AS_IS, "use torch.ao for quantized models"),
+    "weight_quantization": section(
+        "weights are encoded for inference alone", "use comm.frozen_codec", ""),
+    "vocabulary_size": tunes(None, "DeepSpeed warns where 8 does not divide it"),
     "sparse_attention": section(_AS_IS, "use attention of your model's", ""),
     "nebula": section("checkpoints are files", "use zs.Saver"),
 }  # fmt: skip
@@ -412,7 +448,8 @@ def deepspeed_markdown() -> str:
         if key.lower is not None:
             effect = f"becomes ours: {key.why}"
         elif key.done:
-            effect = f"watches: with initialize() {key.done}; elsewhere: {key.why}"
+            effect = "watches: " if key.only_watches else ""
+            effect += f"with initialize() {key.done}; elsewhere: {key.why}"
         elif not key.instead:
             effect = f"no difference: {key.why}"
         else:
