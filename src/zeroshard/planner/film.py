@@ -148,7 +148,7 @@ class _Film:
         mesh = self.walk.laid_out.mesh
         self.ranks, self.units = mesh.size, len(self.walk.planned)
         few = self.ranks <= 4
-        self.strip, self.pitch = (16, 84) if few else (10, 60)
+        self.strip, self.pitch = (16, 84) if few else (10, 68)
         self.picture = Picture(
             _WIDE, _TOP + self.pitch * self.ranks + 70,
             f"A step of {self.walk.policy.name}: {self.units} layers on {self.ranks} ranks",
@@ -419,10 +419,11 @@ class _Film:
             begins = [at + size for at, size in places]
         texts = ""
         for number, frame in enumerate(self.frames):
-            away = ", ".join(f"{size_text(size)} on {tier}" for tier, size in frame.away.items())
             y = _LINE * number + 18
             texts += f'<text y="{y}" font-weight="600">{size_text(frame.total)}</text>'
-            texts += f'<text y="{y + 17}" font-size="13">+ {away}</text>' if away else ""
+            for line, (tier, size) in enumerate(frame.away.items(), 1):
+                texts += f'<text y="{y + 15 * line}" font-size="13">'
+                texts += f"+ {size_text(size)} on {tier}</text>"
         shapes = picture.shapes
         shapes.append(f'<defs><g id="{self.name}-held">{texts}</g></defs>')
         used = f'<use href="#{self.name}-held"/>'
