@@ -444,7 +444,7 @@ def collective(name: str) -> str:
 
 def parallel() -> str:
     """Draw the weights that four ranks have of four layers, in four kinds of parallelism."""
-    picture = Picture(820, 226, "Data, model, pipeline parallelism and ZeRO: who has what")
+    picture = Picture(420, 426, "Data, model, pipeline parallelism and ZeRO: who has what")
     for number, (title, does, batches) in enumerate(
         (
             ("data parallel", "a copy of everything", "own batch"),
@@ -453,11 +453,11 @@ def parallel() -> str:
             ("ZeRO, stage 3", "a part of each, at rest", "own batch"),
         )
     ):
-        left = 8 + 206 * number
-        picture.words(left, 20, title, size=14, bold=True)
-        picture.words(left, 38, does, size=12, colour="soft")
+        left, top = 8 + 212 * (number % 2), 202 * (number // 2)
+        picture.words(left, top + 20, title, size=14, bold=True)
+        picture.words(left, top + 38, does, size=12, colour="soft")
         for rank in range(4):
-            y = 50 + 36 * rank
+            y = top + 50 + 36 * rank
             for layer in range(4):
                 x = left + 29 * layer
                 picture.box(x, y, 26, 28)
@@ -467,28 +467,26 @@ def parallel() -> str:
                     picture.box(x, y, 26, 28, "own", "none")
                 elif number in (1, 3):
                     picture.box(x, y + 7 * rank, 26, 7, "own", "none")
-            picture.words(left + 122, y + 18, batches, size=11, colour="soft")
-    picture.words(
-        8, 216, "Rows are ranks, squares are layers. ZeRO cuts as model parallelism does, and"
-        " computes as data parallelism does: with whole layers.", size=12, colour="soft",
-    )  # fmt: skip
+            picture.words(left + 122, y + 18, batches, size=12, colour="soft")
+    text = "Rows are ranks, squares layers. Solid: one rank alone has it."
+    picture.words(8, 416, text, size=12, colour="soft")
     return picture.text()
 
 
 def owner() -> str:
     """Draw an owner that broadcasts a layer, and ranks that gather their parts of it."""
-    picture = Picture(700, 240, "A layer that its owner broadcasts, and one that all ranks gather")
+    picture = Picture(350, 500, "A layer that its owner broadcasts, and one that all ranks gather")
     for half, (title, about) in enumerate(
         (
             ("as papers draw it", "rank 1 owns layer 2, and broadcasts it"),
             ("as it is done here", "each rank owns a quarter, and sends it"),
         )
     ):
-        left = 66 + 360 * half
-        picture.words(left - 58, 20, title, size=14, bold=True)
-        picture.words(left - 58, 38, about, size=12, colour="soft")
+        left, top = 66, 256 * half
+        picture.words(8, top + 20, title, size=14, bold=True)
+        picture.words(8, top + 38, about, size=12, colour="soft")
         for rank in range(4):
-            y = 52 + 46 * rank
+            y = top + 52 + 46 * rank
             picture.words(left - 8, y + 21, f"rank {rank}", anchor="end", colour="soft", size=12)
             for layer in range(4):
                 x = left + 66 * layer
@@ -499,9 +497,9 @@ def owner() -> str:
                 elif layer == rank:
                     picture.box(x, y, 60, 32, "own", "none")
         for part in range(4):
-            source = 52 + 46 * (part if half else 1) + 16
+            source = top + 68 + 46 * (part if half else 1)
             middle = left + 66 + (7.5 + 15 * part if half else 30)
-            for stop in (52 + 16, 52 + 46 * 3 + 16):
+            for stop in (top + 68, top + 206):
                 if stop != source and (half or part == 0):
                     above = -18 if stop < source else 18
                     picture.arrow(middle, source + above, middle, stop, "ink")

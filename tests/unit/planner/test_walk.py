@@ -149,6 +149,13 @@ def test_what_is_drawn_of_layers_is_what_the_bytes_beside_them_count() -> None:
                 gradients += group.bucket * layer.buckets + group.partial * layer.waits
                 gradients += group.rest * layer.rests
             case = (policy, world, micro_batches, frame)
+            after = {"START": {"coming"}, "WAIT": {"whole"}}.get(frame.command)
+            if frame.command.startswith("RELEASE"):
+                after = {"part", "column"}
+            elif frame.command == "STEP" and one.schedule.units[0].traits.is_published:
+                after = {"stale"}
+            named = frame.units or range(3)
+            assert after is None or {frame.layers[unit].weights for unit in named} <= after, case
             assert weights == frame.held["weights"], case
             if frame.command not in ("REDUCE", "ADD", "WAIT_REDUCE"):  # inside their event
                 assert gradients == frame.held["gradients"], case
@@ -179,6 +186,31 @@ def test_a_film_is_an_svg_with_every_frame_and_no_script(policy: Policy) -> None
     for frame in one.frames:
         assert frame.text.split()[0] in body
     assert len(text) < 125_000
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "hpz", "hfsdp"])
+def test_each_picture_of_a_film_shows_its_frame(name: str) -> None:
+    """Bars are as long as the bytes, and lines are drawn where a collective is under way."""
+    one = walk(ROWS[name], 4, micro_batches=2)
+    plain = max(frame.total for frame in walk(ROWS["ddp"], 4, micro_batches=2).frames)
+    for number, frame in enumerate(one.frames):
+        root = ElementTree.fromstring(film._Film(one, plain, "name", number).drawn())
+        groups = [element for element in root.iter() if element.tag.endswith("}g")]
+        moves = [element.get("transform", "") for element in groups]
+        bars = [re.fullmatch(r"translate\(\S+ 0\) scale\((\S+) 1\)", move) for move in moves]
+        shares = [float(bar[1]) for bar in bars if bar is not None]
+        assert shares == pytest.approx([frame.held[state] / plain for state in STATES], abs=1e-4)
+        flows = [
+            element.get("opacity", "1") != "0"
+            for element in groups
+            if any("zs-flow" in child.get("class", "") for child in element)
+        ]
+        travels = sum((layer.weights == "coming") + layer.reducing for layer in frame.layers)
+        if frame.command in ("AVERAGE", "PUBLISH"):
+            travels += 4
+        assert sum(flows) == travels, (number, frame)
+        window = f"translate(0 {-film._LINE * number})"
+        assert moves.count(window) == 5  # the text, and the bytes of four ranks
 
 
 def test_a_page_is_one_file_with_a_slider_over_all_frames() -> None:
