@@ -48,6 +48,8 @@ LAYERS = {
     "planner/activations": 6,
     "planner/plan_command": 6,
     "planner/plan_table": 6,
+    "planner/walk_command": 6,
+    "planner/film": 6,
     "deepspeed": 6,
     "deepspeed/keys": 6,
     "formats": 6,

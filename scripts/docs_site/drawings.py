@@ -3,99 +3,27 @@
 
     python -m scripts.docs_site.drawings         # write the SVG files
 
-Colours are CSS variables: a picture follows the site's light or dark scheme, and the reader's where
-it is opened by itself. The table is drawn from ``core.policy.ROWS``.
+Pictures follow the site's light or dark scheme, and the reader's where they are opened alone
+(planner/film.py: Picture). The table is drawn from ``core.policy.ROWS``, films from the schedule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from html import escape
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS
 from zeroshard.core.precision import PRECISIONS
 from zeroshard.core.shares import deal, shares_of
+from zeroshard.planner.film import Picture, svg
+from zeroshard.planner.walk import walk
 
 __all__ = ["DRAWINGS", "write"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "img"
-LIGHT = "--ink:#1f2733;--soft:#5a6575;--line:#aab4c3;--own:#3566c8;--all:#c6d6f5;--sum:#f0b860"
-DARK = "--ink:#e6eaf2;--soft:#a8b2c4;--line:#5b6678;--own:#7ea6f4;--all:#33466b;--sum:#8a5a17"
-STYLE = (
-    f".zs{{{LIGHT};--on:#ffffff;font-family:system-ui,sans-serif;max-width:100%;height:auto}}"
-    f"@media(prefers-color-scheme:dark){{.zs{{{DARK};--on:#10141c}}}}"
-    f'[data-md-color-scheme="default"] .zs{{{LIGHT};--on:#ffffff}}'
-    f'[data-md-color-scheme="slate"] .zs{{{DARK};--on:#10141c}}'
-)
 PARTS = 4  # ranks of the table's picture: 2 nodes of 2
-
-
-@dataclass
-class Picture:
-    """An SVG that is drawn on: boxes, words and arrows."""
-
-    width: int
-    height: int
-    title: str
-    shapes: list[str] = field(default_factory=list)
-
-    def box(
-        self, x: float, y: float, w: float, h: float, fill: str = "none", line: str = "line"
-    ) -> None:
-        """Draw a rectangle; `fill` and `line` are names of colours."""
-        colour = fill if fill == "none" else f"var(--{fill})"
-        edge = line if line == "none" else f"var(--{line})"
-        self.shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" style="fill:{colour};'
-            f'stroke:{edge}"/>'
-        )
-
-    def words(
-        self, x: float, y: float, text: str, *, size: int = 13, colour: str = "ink",
-        anchor: str = "start", bold: bool = False,
-    ) -> None:  # fmt: skip
-        """Write `text` with its base line at `y`."""
-        weight = "600" if bold else "400"
-        self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" style="fill:var(--{colour});font-size:{size}px;'
-            f'font-weight:{weight};text-anchor:{anchor}">{escape(text)}</text>'
-        )
-
-    def arrow(self, x: float, y: float, to_x: float, to_y: float, colour: str = "soft") -> None:
-        """Draw an arrow, horizontal or vertical."""
-        self.shapes.append(
-            f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" style="stroke:var(--{colour});fill:none;'
-            'stroke-width:1.5"/>'
-        )
-        along_x, along_y = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
-        left, right = (-7 * along_x + 4 * along_y, -7 * along_y + 4 * along_x), (
-            -7 * along_x - 4 * along_y, -7 * along_y - 4 * along_x,
-        )  # fmt: skip
-        self.shapes.append(
-            f'<path d="M{to_x:g} {to_y:g}l{left[0]} {left[1]}L{to_x + right[0]:g}'
-            f' {to_y + right[1]:g}Z" style="fill:var(--{colour})"/>'
-        )
-
-    def label(self, x: float, y: float, w: float, h: float, text: str, fill: str) -> None:
-        """Draw a filled box with words in its middle; lines are divided by ``|``."""
-        self.box(x, y, w, h, fill, "none" if fill != "none" else "line")
-        lines = text.split("|")
-        colour = "on" if fill == "own" else "ink"
-        for number, line in enumerate(lines):
-            middle = y + h / 2 + 4.5 + 15 * (number - (len(lines) - 1) / 2)
-            self.words(x + w / 2, middle, line, size=12, colour=colour, anchor="middle")
-
-    def text(self) -> str:
-        """Return the file."""
-        return (
-            f'<svg class="zs" xmlns="http://www.w3.org/2000/svg" width="{self.width}"'
-            f' height="{self.height}" viewBox="0 0 {self.width} {self.height}" role="img">'
-            f"<title>{escape(self.title)}</title><style>{STYLE}</style>\n"
-            + "\n".join(self.shapes)
-            + "\n</svg>\n"
-        )
 
 
 def _cell(picture: Picture, x: float, y: float, cell: Cell) -> None:
@@ -185,9 +113,7 @@ def lanes() -> str:
     ):
         picture.words(4, 52 + 56 * row, name, size=14, bold=True)
         picture.words(4, 68 + 56 * row, about, size=11, colour="soft")
-        picture.shapes.append(
-            f'<path d="M{begin} {76 + 56 * row}H876" style="stroke:var(--line)"/>'
-        )
+        picture.path(f"M{begin} {76 + 56 * row}H876", "line")
 
     def put(row: int, slot: float, text: str, fill: str, length: float = 1.0) -> None:
         picture.label(begin + step * slot, 36 + 56 * row, step * length - 4, 36, text, fill)
@@ -293,9 +219,7 @@ def inference() -> str:
     for row, (name, about) in enumerate((("disk", "weights"), ("compute", "one token"))):
         picture.words(4, 52 + 56 * row, name, size=14, bold=True)
         picture.words(4, 68 + 56 * row, about, size=11, colour="soft")
-        picture.shapes.append(
-            f'<path d="M{begin} {76 + 56 * row}H876" style="stroke:var(--line)"/>'
-        )
+        picture.path(f"M{begin} {76 + 56 * row}H876", "line")
     for slot in range(10):
         unit = units[slot % 4]
         picture.label(begin + step * slot, 36, step - 4, 36, f"read {unit}", "own")
@@ -304,7 +228,7 @@ def inference() -> str:
             picture.label(begin + step * slot, 92, step * 0.6, 36, done, "all")
     for token in (1, 2):
         x = begin + step * (4 * token + 1) - 2
-        picture.shapes.append(f'<path d="M{x} 26V132" style="stroke:var(--ink)"/>')
+        picture.path(f"M{x} 26V132", "ink")
         picture.words(x - 4, 20, f"token {token}", size=12, colour="soft", anchor="end")
     picture.words(
         begin, 166, "While the last unit of a forward computes, the first ones of the next forward"
@@ -470,9 +394,7 @@ def ring() -> str:
             picture.arrow(x, top(row) - 2, x, top(to) + high + 2, colour)
 
     def bent(points: str, colour: str) -> None:
-        picture.shapes.append(
-            f'<path d="M{points}" style="stroke:var(--{colour});fill:none;stroke-width:1.5"/>'
-        )
+        picture.path(f"M{points}", colour, 1.5)
 
     x, y = left(2) + 18, top(1) + high / 2
     bent(f"{left(1) + wide / 2:g} {top(2) - 2}V{top(1) - 12}H{x}", "sum")
@@ -490,7 +412,106 @@ def ring() -> str:
     return picture.text()
 
 
-DRAWINGS = {
+NUMBERS = ((1, 2, 3, 4), (1, 0, 2, 1), (0, 3, 1, 1), (2, 1, 1, 0))  # of four ranks
+SUMS = tuple(map(sum, zip(*NUMBERS, strict=True)))
+
+
+def collective(name: str) -> str:
+    """Draw what four ranks have before and after a collective, in small numbers."""
+    picture = Picture(560, 222, f"{name} of four ranks: before and after")
+    whole = name != "all-gather"
+    for half, title in enumerate(("before", "after")):
+        left = 66 + 270 * half
+        picture.words(left, 24, title, bold=True)
+        for rank in range(4):
+            y = 36 + 46 * rank
+            picture.words(left - 8, y + 23, f"rank {rank}", anchor="end", colour="soft")
+            for part in range(4):
+                is_own = part == rank
+                text, fill = str(NUMBERS[rank][part]), "grads"
+                if not whole and not half:
+                    text, fill = (str(SUMS[part]), "own") if is_own else ("", "none")
+                elif half and (
+                    name in ("all-gather", "all-reduce") or (name == "reduce" and not rank)
+                ):
+                    text, fill = str(SUMS[part]), "own" if not whole and is_own else "all"
+                elif half and name == "reduce-scatter":
+                    text, fill = (str(SUMS[part]), "own") if is_own else ("", "none")
+                picture.label(left + 46 * part, y, 42, 36, text, fill)
+    picture.arrow(258, 124, 282, 124, "ink")
+    return picture.text()
+
+
+def parallel() -> str:
+    """Draw the weights that four ranks have of four layers, in four kinds of parallelism."""
+    picture = Picture(420, 426, "Data, model, pipeline parallelism and ZeRO: who has what")
+    for number, (title, does, batches) in enumerate(
+        (
+            ("data parallel", "a copy of everything", "own batch"),
+            ("model (tensor) parallel", "a part of each layer", "same batch"),
+            ("pipeline parallel", "a layer", "all in turn"),
+            ("ZeRO, stage 3", "a part of each, at rest", "own batch"),
+        )
+    ):
+        left, top = 8 + 212 * (number % 2), 202 * (number // 2)
+        picture.words(left, top + 20, title, size=14, bold=True)
+        picture.words(left, top + 38, does, size=12, colour="soft")
+        for rank in range(4):
+            y = top + 50 + 36 * rank
+            for layer in range(4):
+                x = left + 29 * layer
+                picture.box(x, y, 26, 28)
+                if number == 0:
+                    picture.box(x, y, 26, 28, "all", "none")
+                elif number == 2 and layer == rank:
+                    picture.box(x, y, 26, 28, "own", "none")
+                elif number in (1, 3):
+                    picture.box(x, y + 7 * rank, 26, 7, "own", "none")
+            picture.words(left + 122, y + 18, batches, size=12, colour="soft")
+    text = "Rows are ranks, squares layers. Solid: one rank alone has it."
+    picture.words(8, 416, text, size=12, colour="soft")
+    return picture.text()
+
+
+def owner() -> str:
+    """Draw an owner that broadcasts a layer, and ranks that gather their parts of it."""
+    picture = Picture(350, 500, "A layer that its owner broadcasts, and one that all ranks gather")
+    for half, (title, about) in enumerate(
+        (
+            ("as papers draw it", "rank 1 owns layer 2, and broadcasts it"),
+            ("as it is done here", "each rank owns a quarter, and sends it"),
+        )
+    ):
+        left, top = 66, 256 * half
+        picture.words(8, top + 20, title, size=14, bold=True)
+        picture.words(8, top + 38, about, size=12, colour="soft")
+        for rank in range(4):
+            y = top + 52 + 46 * rank
+            picture.words(left - 8, y + 21, f"rank {rank}", anchor="end", colour="soft", size=12)
+            for layer in range(4):
+                x = left + 66 * layer
+                here = layer == 1
+                picture.box(x, y, 60, 32, "all" if here else "none")
+                if half:
+                    picture.box(x + 15 * rank, y, 15, 32, "own", "none")
+                elif layer == rank:
+                    picture.box(x, y, 60, 32, "own", "none")
+        for part in range(4):
+            source = top + 68 + 46 * (part if half else 1)
+            middle = left + 66 + (7.5 + 15 * part if half else 30)
+            for stop in (top + 68, top + 206):
+                if stop != source and (half or part == 0):
+                    above = -18 if stop < source else 18
+                    picture.arrow(middle, source + above, middle, stop, "ink")
+    return picture.text()
+
+
+def film(row: str, micro_batches: int = 1) -> str:
+    """Draw a step of four layers on four ranks as `zeroshard walk --svg` does."""
+    return svg(walk(ROWS[row], 4, micro_batches=micro_batches))
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
     "ring": ring,
     "table": table,
     "route": route,
@@ -502,6 +523,15 @@ DRAWINGS = {
     "repartition": repartition,
     "elastic": elastic,
     "orders": orders,
+    **{
+        name: partial(collective, name)
+        for name in ("reduce", "all-gather", "reduce-scatter", "all-reduce")
+    },
+    "parallel": parallel,
+    "owner": owner,
+    # of two micro-batches, stage 1 keeps whole gradients between them, and stage 2 parts
+    **{f"film-{name}": partial(film, name, 2) for name in ("zero1", "zero2")},
+    **{f"film-{name}": partial(film, name) for name in ("zero3", "zero3-keep", "hpz")},
 }
 
 

@@ -2,7 +2,7 @@
 
 Links of a page to files outside docs/ become code, since the site has no such page; those to
 SECURITY.md and CHANGELOG.md go to their pages. Drawings are put into the page as they are, so that
-they follow the site's light and dark scheme.
+they follow the site's light and dark scheme; films stay files, so that no search finds their texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from scripts.docs_site.search import EXPECTED, Section, found
 
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 
-DRAWING = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>(?:\.\./)*img/[a-z0-9-]+\.svg)\)$", re.M)
+DRAWING = re.compile(
+    r"^!\[(?P<alt>[^\]]*)\]\((?P<path>(?:\.\./)*img/(?!film-)[a-z0-9-]+\.svg)\)$", re.M
+)
 ABROAD = re.compile(r"""(?:src|href)=["']?(?:https?:)?//(?!www\.w3\.org)[^"' >]*""")
 LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*>")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import io
 import posixpath
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import zeroshard as zs
 from scripts.docs_site import drawings, hooks
@@ -98,6 +101,36 @@ def test_the_pictures_are_those_that_the_script_draws() -> None:
     for name, draw in drawings.DRAWINGS.items():
         assert (DOCS / "img" / f"{name}.svg").read_text() == draw(), "scripts/docs_site/drawings.py"
     assert [f for f in drawings.RING if not (ROOT / "src" / "zeroshard" / f).exists()] == []
+
+
+def _rasterised(svg: str) -> list[tuple[int, int]]:
+    """Return how many pixels of a picture on white have which brightness, as a program without CSS
+    variables or animation draws it.
+    """
+    cairosvg = pytest.importorskip("cairosvg", exc_type=(ImportError, OSError))  # needs libcairo2
+    png = cairosvg.svg2png(bytestring=svg.encode(), background_color="white")
+    return Image.open(io.BytesIO(png)).convert("L").getcolors(256)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_no_black_box_in_programs_without_css_variables(path: Path) -> None:
+    text = path.read_text()
+    assert len(text) < 60_000
+    body = text.partition("</style>")[2]
+    assert "var(" not in body and "style=" not in body
+    shades = _rasterised(text)
+    pixels = sum(count for count, _ in shades)
+    assert len(shades) > 20
+    assert sum(count for count, shade in shades if shade < 40) < 0.05 * pixels
+    assert sum(count for count, shade in shades if shade > 200) > 0.4 * pixels
+
+
+def test_a_picture_of_variables_alone_is_found_to_be_black() -> None:
+    text = (DOCS / "img" / "table.svg").read_text()
+    rules = re.sub(r' fill="#\w+" class="f-(\w+)', r' style="fill:var(--\1)" class="', text)
+    assert rules != text
+    shades = _rasterised(rules)
+    assert sum(count for count, shade in shades if shade < 40) > 0.05 * sum(n for n, _ in shades)
 
 
 def test_messages_are_collected_from_every_class_of_error() -> None:

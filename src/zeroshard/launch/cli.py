@@ -24,7 +24,7 @@ from zeroshard.commands import (
 )
 from zeroshard.launch import deepspeed_line, top
 from zeroshard.launch.options import RUN, parse_run
-from zeroshard.planner import plan_command
+from zeroshard.planner import plan_command, walk_command
 from zeroshard.terminal import (
     EXIT_USAGE,
     LineParser,
@@ -51,7 +51,7 @@ BENCH = Subcommand(
 )  # fmt: skip
 COMMANDS = (
     RUN, deepspeed_line.COMMAND, deepspeed_line.AS_DEEPSPEED,
-    plan_command.command(doctor.this_machine),
+    plan_command.command(doctor.this_machine), walk_command.COMMAND,
     checkpoint_command.COMMAND, config.COMMAND, doctor.COMMAND, report.COMMAND, top.COMMAND,
     trail_command.COMPARE, trail_command.REPLAY, generate.COMMAND, BENCH,
 )  # fmt: skip

@@ -8,7 +8,7 @@ machine.py      GPUs, links, host, disk; presets in machines.toml, or this machi
                 doctor` has measured it
 axes.py         tensor and pipeline parallelism: grids of ranks, and the part of one
 exact.py        bytes at rest and on the wire, as the engine's: from core/
-replay.py       the engine's schedule, asked once: bytes and jobs are two readings of it
+replay.py       the engine's schedule, asked once: bytes, jobs and frames are readings of it
 peak.py         peaks: a model, said in docs/planner.md; activations in closed form
 simulate.py     one step, simulated: durations.py says how long its parts take (and a checkpoint),
                 core/timeline.py when they run; pipeline_time.py: of a pipeline
@@ -17,7 +17,8 @@ grid.py         ... on one grid of tp x pp x dp ranks
 plan.py         every row and tier mix, the recommendation, JSON, a configuration; a sweep
 modules.py      zs.plan and policy="auto": what takes torch, a module's units; activations.py: its
                 activations
-plan_command.py zeroshard plan; plan_table.py: its tables
+walk.py         one step, frame by frame, for the eye; film.py: as a film, and any picture
+plan_command.py zeroshard plan; plan_table.py: its tables; walk_command.py: zeroshard walk
 
 Invariant: exact.py asks core/ for every byte and adds up; nothing here knows a row by name, except
 which tier mixes are worth a line. torch is not imported. docs/design/planner.md has the decisions.
