@@ -44,6 +44,12 @@ EXPECTED = {
     "offload": "offload",
     "NaN": "loss-differs",
     "hangs": "hangs",
+    "hang": "hangs",
+    "clip": "learning-rate",
+    "MoE": "moe",
+    "tensor parallel": "composition",
+    "pipeline": "composition",
+    "plan memory": "planner",
     "FSDP2": "from-fsdp2",
 }
 K1, B, TITLE = 1.2, 0.75, 1000.0
