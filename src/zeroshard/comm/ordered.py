@@ -123,7 +123,7 @@ def sum_parts(
         ordered_sum(parts, out, node_size=node_size, accumulate=accumulate)
         return
     here = [part for part in parts if part is not None]
-    if not here:
+    if not here or not out.numel():
         if not accumulate:
             out.zero_()
     elif accumulate:

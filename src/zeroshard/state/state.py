@@ -354,7 +354,8 @@ class FullBuffer:
 
     def _show(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor  # [numel]
-        self.bytes = tensor.view(torch.uint8)  # for collectives: made once, and counted as ours
+        # for collectives: made once, and counted as ours; what they write is no version of `tensor`
+        self.bytes = tensor.data.view(torch.uint8)
         self.views = self.views_of(tensor)
 
     def _references(self) -> int:
