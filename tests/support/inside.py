@@ -404,7 +404,7 @@ def frozen_bytes_and_numel(engine: zs.Engine) -> tuple[int, int]:
 
 def has_local_gradient(engine: zs.Engine, name: str) -> bool:
     """Return whether the unit `name` has a gradient that has not been reduced."""
-    bucket = unit(engine, name).trainable[0].grad
+    bucket = unit(engine, name).trainable[0].bucket
     assert bucket is not None
     return bucket.has_unreduced
 
@@ -416,7 +416,7 @@ def cut_buffers(engine: zs.Engine) -> list[int]:
 
 def reducing(engine: zs.Engine) -> list[str]:
     """Return the names of the units whose gradients are being reduced."""
-    buckets = [(unit.name, unit.trainable[0].grad) for unit in units(engine)]
+    buckets = [(unit.name, unit.trainable[0].bucket) for unit in units(engine)]
     return [name for name, bucket in buckets if bucket is not None and bucket.in_flight]
 
 

@@ -53,7 +53,7 @@ from zeroshard.core.digest import Digest, holders
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError, StateError
-from zeroshard.memory import Pool
+from zeroshard.memory import Pool, synchronize
 
 _log = logging.getLogger(__name__)
 _RESET = "engine.reset()"
@@ -374,12 +374,13 @@ class NativeTransport:
             started.setdefault(tuple(members), []).append(number)
         unlike = [group for group, numbers in started.items() if len(set(numbers)) > 1]
         left, self._left = self._left, []
-        for pool in (self._pool, self._temporaries):  # nobody gives back what was under way
-            pool.clear()
         if not unlike:
             # all ranks have started these: they end, and only then may their memory be released
             for work in left:
                 work.end()
+            synchronize(self._device)  # lanes still use what was under way, and nobody gives back
+            self._pool.clear()
+            self._temporaries.clear()
             return
         shown = holders([str(number) for number in started[unlike[0]]], unlike[0])
         said = f"{_RESET}: some ranks had started more collectives than others ({shown})"
@@ -405,6 +406,8 @@ class NativeTransport:
         self._reduce_group = (
             self._group if is_shared else make_group(ranks, exchange, backend=backend)
         )
+        self._pool.clear()
+        self._temporaries.clear()
 
     def close(self) -> None:
         self.control.close()

@@ -354,8 +354,7 @@ class FullBuffer:
 
     def _show(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor  # [numel]
-        # for collectives: made once, and counted as ours; what they write is no version of `tensor`
-        self.bytes = tensor.data.view(torch.uint8)
+        self.bytes = tensor.data.view(torch.uint8)  # for collectives, which count no version here
         self.views = self.views_of(tensor)
 
     def _references(self) -> int:
