@@ -325,7 +325,7 @@ def import_rows(parsed: dict[Path, ast.Module], lines: dict[Path, int]) -> Itera
     graph = {name: (imports(tree) & modules.keys()) - {name} for name, tree in modules.items()}
     circles = cycles(graph)
     yield Row("modules that runtime/loop.py imports, transitively", len(loop), limit=59)
-    yield Row("their lines", *size(loop), limit=14990, aim=9000)
+    yield Row("their lines", *size(loop), limit=14995, aim=9000)
     yield Row(
         "lines that the public names of zeroshard load", *size(closure(top, modules, typed=True))
     )

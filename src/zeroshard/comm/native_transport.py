@@ -53,7 +53,7 @@ from zeroshard.core.digest import Digest, holders
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import PeerLostError, StallError, StateError
-from zeroshard.memory import Pool, synchronize
+from zeroshard.memory import Pool
 
 _log = logging.getLogger(__name__)
 _RESET = "engine.reset()"
@@ -378,9 +378,8 @@ class NativeTransport:
             # all ranks have started these: they end, and only then may their memory be released
             for work in left:
                 work.end()
-            synchronize(self._device)  # lanes still use what was under way, and nobody gives back
-            self._pool.clear()
-            self._temporaries.clear()
+            for pool in (self._pool, self._temporaries):
+                pool.take_back()
             return
         shown = holders([str(number) for number in started[unlike[0]]], unlike[0])
         said = f"{_RESET}: some ranks had started more collectives than others ({shown})"

@@ -233,6 +233,11 @@ class Pool:
             buffer.last_use = mark(tensor.device)
             self._idle.append(buffer)
 
+    def take_back(self) -> None:
+        """Take back all that is lent, after an exception: nobody gives what was under way."""
+        for buffer in [*self._lent.values()]:
+            self.give(buffer.data)
+
     def clear(self) -> None:
         """Forget everything."""
         self._idle.clear()
