@@ -12,7 +12,6 @@ import base64
 import copy
 import logging
 import os
-import re
 import sys
 import warnings
 import weakref
@@ -29,12 +28,13 @@ from torch.utils.data import DataLoader
 import zeroshard as zs
 from zeroshard.comm.groups import ranks_through
 from zeroshard.config.strict_json import parse_json
+from zeroshard.core.precision import parse_dtype
 from zeroshard.deepspeed import comm, held_parameters
 from zeroshard.deepspeed.answers import Client, as_config_error, complete_batch
 from zeroshard.deepspeed.deepspeed_engine import DeepSpeedEngine, LeafWalk
 from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
 from zeroshard.deepspeed.helpers import logger as _log
-from zeroshard.deepspeed.keys.table import key_of
+from zeroshard.deepspeed.keys.table import key_of, pattern_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
 from zeroshard.deepspeed.optimizers import make_optimizer
 from zeroshard.deepspeed.shim import VERSION
@@ -519,10 +519,10 @@ def _cast_buffers(model: nn.Module, data_types: dict[str, Any], compute: torch.d
     for module in [model] if isinstance(given, list) else model.modules():
         listed = [name for one in own for name in getattr(module, one, None) or ()]
         names = given if isinstance(given, list) else listed
-        for pattern in (re.compile(name.replace("*", ".*")) for name in names):
+        for pattern in map(pattern_of, names):
             kept.update(id(one) for name, one in module.named_buffers() if pattern.search(name))
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    wanted = dtypes.get(data_types.get("buffer_dtype", ""))
+    name = data_types.get("buffer_dtype")
+    wanted = None if name in (None, "auto") else parse_dtype(name)
     for buffer in model.buffers():
         dtype = torch.float32 if id(buffer) in kept else wanted
         if dtype is not None and buffer.is_floating_point():

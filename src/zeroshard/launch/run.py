@@ -63,7 +63,7 @@ def run_ranks(options: RunOptions) -> tuple[Outcome, int]:
     """Run the script on every rank of this host; return how it ended, and how many ranks it had."""
     with ExitStack() as leaving:
         # with mode 0700; the janitor removes it even if this process is killed
-        directory = tempfile.mkdtemp(prefix="zeroshard-run-")
+        directory = tempfile.mkdtemp(prefix=worker.RUN_FOLDER)
         leaving.callback(Janitor(directory).close)
         leaving.callback(shutil.rmtree, directory, ignore_errors=True)
         import torch.distributed.run as torchrun

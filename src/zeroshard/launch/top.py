@@ -16,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zeroshard.launch.worker import COUNT, STATUS, TIME
+from zeroshard.launch.worker import COUNT, RUN_FOLDER, STATUS, TIME
+from zeroshard.system.this_host import parent_of
 from zeroshard.terminal import (
     JSON,
     Option,
@@ -68,12 +69,9 @@ def statuses(directory: Path) -> list[RankStatus]:
         found.append(RankStatus(rank, pid, silent_s, beats, *status))
     found.sort(key=lambda one: one.rank)
     return [
-        RankStatus(**{
-            **asdict(one),
-            "waits_for": tuple(other.rank for other in found if other.beats < one.beats),
-        })
+        replace(one, waits_for=tuple(other.rank for other in found if other.beats < one.beats))
         for one in found
-    ]  # fmt: skip
+    ]
 
 
 def table(ranks: Sequence[RankStatus]) -> Table:
@@ -97,10 +95,13 @@ def _directory(run: str | None) -> Path:
     if run is not None and Path(run).is_dir():
         return Path(run)
     newest: list[tuple[float, Path]] = []
-    for path in Path(tempfile.gettempdir()).glob("zeroshard-run-*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{RUN_FOLDER}*"):
         with suppress(OSError):  # another user's, or just gone
             pids = [int(one.stem.removeprefix("rank-")) for one in path.glob("rank-*.heart")]
-            parents = {_parent(pid) for pid in pids} - {None}
+            parents = set[str]()
+            for pid in pids:
+                with suppress(OSError):  # it is gone
+                    parents.add(str(parent_of(pid)))
             if parents and (run is None or run in parents):
                 newest.append((path.stat().st_mtime, path))
     if not newest:
@@ -109,13 +110,6 @@ def _directory(run: str | None) -> Path:
             " the process id of zeroshard run, or its directory"
         )
     return max(newest)[1]
-
-
-def _parent(pid: int) -> str | None:
-    """Return the process id of the parent, None where the process is gone."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    return None
 
 
 def _top(arguments: argparse.Namespace) -> int:

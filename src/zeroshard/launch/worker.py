@@ -50,6 +50,7 @@ LOCAL_RANK = "ZEROSHARD_RUN_LOCAL_RANK"
 BIND_CORES = "ZEROSHARD_RUN_BIND_CORES"
 MODULE = "zeroshard_launched"  # as comm/job.py looks for it
 PR_SET_PDEATHSIG = 1
+RUN_FOLDER = "zeroshard-run-"  # how the name of a run's temporary directory begins
 STACKS_SIGNAL = signal.SIGRTMIN + 9  # no user's, no library's that we know of
 TIME = struct.Struct("<d")  # CLOCK_MONOTONIC; 0: no heartbeat yet
 COUNT = struct.Struct("<QQ")  # after it: the rank, and how many heartbeats it has shown

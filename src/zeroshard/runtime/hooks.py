@@ -365,8 +365,10 @@ class Hooks:
         called), and would compile each of many like blocks.
         """
         coming, RemovableHandle.next_id = RemovableHandle.next_id, number
-        handle = register(hook, **options)
-        RemovableHandle.next_id = coming
+        try:
+            handle = register(hook, **options)
+        finally:
+            RemovableHandle.next_id = coming  # else hooks of others would take ids again
         self._handles.append(handle)
         return handle
 

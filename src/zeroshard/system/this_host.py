@@ -306,6 +306,11 @@ class MpiTask:
     port: int
 
 
+def parent_of(pid: int) -> int:
+    """Return the process id of the parent of `pid`. Raises OSError where that is gone."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     """Return the task of an MPI job that this process is, None outside of one, or where only its
     place in the whole job is said.
@@ -322,8 +327,7 @@ def read_task(environ: Mapping[str, str]) -> MpiTask | None:
         with suppress(OSError, ValueError):
             pid = os.getppid()
             while f"{names[0]}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                stat = Path(f"/proc/{pid}/stat").read_text()
-                pid = int(stat.rpartition(")")[2].split()[1])
+                pid = parent_of(pid)
             job = str(pid)
     port = _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
     return MpiTask(rank, num_tasks, local_rank, num_local, port)

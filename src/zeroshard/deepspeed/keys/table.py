@@ -8,11 +8,10 @@ its default. A new key is a new line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from re import compile, fullmatch
-from re import error as PatternError
 from typing import Any
 
 import zeroshard.deepspeed.keys.lower as to
@@ -45,7 +44,7 @@ whole = _kind((lambda v: type(v) is int and v >= 0, "is not a whole number"))
 every = _kind((lambda v: type(v) in _NUMBERS and v >= 0, "is not a number of steps"))
 ranks = _kind((lambda v: type(v) is int and (v >= 1 or v == -1), "is not a number of ranks"))
 levels = _kind((
-    lambda v: type(v) in (int, str) and bool(fullmatch(r"[1-9]\d*(x[1-9]\d*)*", str(v))),
+    lambda v: type(v) in (int, str) and bool(re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", str(v))),
     "is neither a number of leaves nor levels such as '3x2x2'",
 ))  # fmt: skip
 texts = _kind((
@@ -62,11 +61,15 @@ an_object = _kind((lambda v: isinstance(v, dict | None) or v is False, "is not a
 anything = _kind()  # for keys that make no difference here
 
 
+def pattern_of(name: str) -> re.Pattern[str]:
+    """Return what a name, in which * stands for any characters, searches for. Raises re.error."""
+    return re.compile(name.replace("*", ".*"))
+
+
 def _is_pattern(name: str) -> bool:
-    """Whether a name, in which * stands for any characters, can be searched for."""
     try:
-        return bool(compile(name.replace("*", ".*")))
-    except PatternError:
+        return bool(pattern_of(name))
+    except re.error:
         return False
 
 
