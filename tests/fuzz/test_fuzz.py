@@ -98,6 +98,23 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         layers=(Layer("plain"),),
         steps=(Step((Micro(), Micro(no_sync=True)), absent=(1, 2)),),
     ),
+    "ranks without data in no_sync, with a reset, other tiers and another row between": Program(
+        7,
+        world=3,
+        row="zero1",
+        optimizer="sgd",
+        width=3,
+        steps=(
+            Step((Micro(no_sync=True),), zero="zeros"),
+            Step(
+                (Micro(), Micro(no_sync=True)),
+                absent=(1,),
+                between=("reset", "offload", "ddp", "alone forward"),
+            ),
+            Step((Micro(no_sync=True),), absent=(2,), clip=0.1),
+            Step(),
+        ),
+    ),
     "a write that native gathers follow, whose masters rest on the host": Program(
         102205,
         row="zero1",
