@@ -42,7 +42,8 @@ def train(config: dict[str, Any]) -> None:
         with (folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    with zs.Saver(folder / "saved", engine, keep_last=2) as saver:
+    # redundancy: a copy of each step in the memory of another node
+    with zs.Saver(folder / "saved", engine, keep_last=2, redundancy=1) as saver:
         begin, in_memory = 0, False
         if zs.latest_step(folder / "saved") is not None:
             restored = zs.load(folder / "saved", engine)  # the newest of memory and disk
@@ -63,7 +64,7 @@ def train(config: dict[str, Any]) -> None:
                 dist.all_reduce(losses)  # each leaf's, plus zeros
             if engine.rank == 0:
                 log(step=step, world=engine.world, loss=losses.mean().item())
-            saver.keep(step)  # in memory
+            saver.keep(step)  # in memory that outlives the worker
             if step % config["save_every"] == 0 or step == config["steps"]:
                 saver.save(step)  # on disk
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--leaves", type=int, default=4, help="micro-batches of a step")
     parser.add_argument("--batch", type=int, default=8, help="samples of a leaf")
-    parser.add_argument("--save-every", type=int, default=10, help="steps")
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--failures", type=int, default=3, help="starts after failures; -1: any")
     parser.add_argument("--resize-every", type=float, default=60.0, help="seconds: look for nodes")
     args = parser.parse_args()
