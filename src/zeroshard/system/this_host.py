@@ -311,6 +311,16 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def starter_of(variable: str) -> int:
+    """Return the process that has started the tasks of this host: the nearest above this one
+    without `variable` in its environment; a shell may lie between. Raises OSError.
+    """
+    pid = os.getppid()
+    while f"{variable}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+        pid = parent_of(pid)
+    return pid
+
+
 def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     """Return the task of an MPI job that this process is, None outside of one, or where only its
     place in the whole job is said.
@@ -322,13 +332,8 @@ def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     # a port that other jobs of this host do not have, as far as can be known
     job = environ.get("PMIX_NAMESPACE")
     if job is None and num_local == num_tasks:
-        # the process that has started the tasks of this host: the nearest above this one without
-        # the variable in its environment; a shell may lie between
         with suppress(OSError, ValueError):
-            pid = os.getppid()
-            while f"{names[0]}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                pid = parent_of(pid)
-            job = str(pid)
+            job = str(starter_of(names[0]))
     port = _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
     return MpiTask(rank, num_tasks, local_rank, num_local, port)
 
