@@ -104,7 +104,9 @@ def init_distributed(
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
     already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
-    variables are set from srun's or mpirun's, which on several hosts do not say ``MASTER_ADDR``.
+    variables are set from srun's or mpirun's; the latter do not say ``MASTER_ADDR`` of several
+    hosts. So does the process on each of several nodes of a SkyPilot task with at most one GPU
+    each.
 
     The ranks meet first, for at most `join_timeout_s` (or `timeout_s`, if that is less), and each
     says which devices it sees. Where every rank has an accelerator of its own, its device number

@@ -9,9 +9,9 @@ A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRA
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to save. Their exit code is the job's if it is one of the contract
 (75: saved, queue me again), else that is 128 + signal. A second Ctrl-C ends them at once.
 
-On one host everything is bound to loopback. With a hostfile (``hosts.py``) or under Slurm one such
-launcher runs on each host. How they meet (``agent_rendezvous.py``) unpickles nothing; torch's own
-rendezvous, where it is asked for, does (SECURITY.md).
+On one host everything is bound to loopback. With a hostfile (``hosts.py``), under Slurm and under
+SkyPilot one such launcher runs on each host. How they meet (``agent_rendezvous.py``) unpickles
+nothing; torch's own rendezvous, where it is asked for, does (SECURITY.md).
 """
 
 from __future__ import annotations
