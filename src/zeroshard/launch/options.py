@@ -216,6 +216,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     # from the line, or torchrun's own defaults, which cluster operators set
+    given.max_restarts = given.max_restarts or os.environ.get("PET_MAX_RESTARTS")
     places = {
         name: getattr(given, _dest(name)) or os.environ.get(f"PET_{_dest(name).upper()}")
         for name in PLACES_THE_JOB
@@ -231,10 +232,12 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     one_host = hosts is None and place is None
     if one_host:
         _check_port(given)
+    # a port, and the address of the only node, which Kubeflow names as if it were one of several
+    anywhere = ["--master-port"]
+    anywhere += ["--master-addr"] * (places["--nnodes"] in ONE_HOST["--nnodes"])
     one_host = one_host and all(
-        value is None or value in ONE_HOST.get(name, ())
+        value is None or name in anywhere or value in ONE_HOST.get(name, ())
         for name, value in places.items()
-        if name != "--master-port"
     )
     _check_elastic(given, is_placed=not one_host and hosts is None)
     ours = {*_UNITS, "--module", "--no-python", "--shutdown-timeout", "--standalone"}

@@ -147,7 +147,7 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         import torch
 
         line += ["--nproc-per-node", str(max(torch.accelerator.device_count(), 1))]
-    if "--log-dir" not in "".join(options.torchrun):
+    if "--log-dir" not in "".join(options.torchrun) and "PET_LOG_DIR" not in os.environ:
         line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
     arguments = torchrun.parse_args([*line, worker.__file__])
     try:
