@@ -29,8 +29,8 @@ With ``--checkpoint``, SIGTERM and Ctrl-C finish the step under way, save it and
 code 75 (preempted: please requeue) or 130. A run that resumes has the same losses, bit for bit, as
 one that was never interrupted; on another number of processes, under another stage or in another
 precision it goes on from the same state, too. When a rank dies, the steps since the last save are
-lost; with ``--resume`` and ``zeroshard run --max-restarts 1`` all ranks then start again and go on
-by themselves. With ``zeroshard run --elastic`` the other ranks go on, and no step is lost.
+lost. With ``--resume`` no step is: under ``zeroshard run --max-restarts 1`` (or torchrun's) all
+ranks start again and go on by themselves, under ``zeroshard run --elastic`` the other ranks do.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class Checkpoints:
         stop = self.signals.of_any_rank()
         self.losses.append(float(across_ranks(loss).mean()))
         extra = {"losses": self.losses, "settings": settings(self.args)}
-        # zeroshard: into memory that outlives this process, under `zeroshard run --elastic`
+        # zeroshard: into memory that outlives this process, where ranks are started again
         self.saver.keep(step, extra=extra)
         if stop or step % self.args.save_every == 0 or step == self.args.steps:
             # zeroshard: copies the state; it is written while the training goes on

@@ -22,7 +22,7 @@ from tests.support.programs import Program, Trained, _on_host
 from tests.support.training import VOCABULARY, Run, final_state, take_steps, two_groups
 from zeroshard.checkpoint import kept
 from zeroshard.comm.groups import ranks_through
-from zeroshard.launch.elastic import KeeperServer
+from zeroshard.system.keeper import KeeperServer
 
 
 def _told(value: str) -> str:

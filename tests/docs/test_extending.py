@@ -103,6 +103,21 @@ def test_a_diff_applies_and_does_what_the_page_shows(section: str, tmp_path: Pat
         _check_console(block, tmp_path)
 
 
+def test_a_tier_more_has_a_column_in_a_plan_and_the_room_of_the_host(tmp_path: Path) -> None:
+    _patched(tmp_path, _diff("a-tier"))
+    rows, mix = tmp_path / "src/zeroshard/planner/rows.py", "    (_DEVICE, _DEVICE, _HOST):"
+    text = rows.read_text()
+    assert text.count(mix) == 1
+    more = '    (_DEVICE, _DEVICE, Tier.MAPPED): ("zero3",),\n'
+    rows.write_text(text.replace(mix, more + mix))
+    command = "zeroshard plan --params 7B --gpus 8 --gpu H100"
+    printed = _printed(command, tmp_path)
+    assert re.search(r"row .* host mapped ", printed)
+    assert re.search(r"optim mapped +5\.25 +15\.3 +- +10\.5 .* yes", printed), printed
+    printed = _printed(f"{command} --host-memory 60GiB", tmp_path)
+    assert re.search("optim mapped .* no: host", printed), printed
+
+
 def test_each_diff_changes_as_many_files_as_the_page_says() -> None:
     table = re.findall(r"^\| \[[\w ]+\]\(#([\w-]+)\) \| (?:0 or )?(\d) \|", PAGE, re.M)
     changed = {section: len(_changed(_diff(section))) for section in SECTIONS}

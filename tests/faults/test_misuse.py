@@ -287,7 +287,7 @@ def test_shard_before_a_process_group_under_torchrun(monkeypatch: pytest.MonkeyP
 def test_shard_before_a_process_group_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    _refused(r"mpirun's or Slurm's is set but there is no process group: call")
+    _refused(r"mpirun's, Slurm's or SkyPilot's is set but there is no process group: call")
 
 
 # -------------------------------------------------------------------------------- ranks that differ

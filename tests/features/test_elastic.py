@@ -1,16 +1,20 @@
-"""``zeroshard run --elastic``: a job goes on with the ranks that are left, from memory that
-outlives them, which ``saver.keep()`` fills.
+"""Steps in memory that outlives the ranks, which ``saver.keep()`` fills: a job goes on from them
+with the ranks that are left (``zeroshard run --elastic``), or with as many again (torchrun).
 
 The repeated deaths are in ``tests/faults/test_elastic.py``.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,12 +37,12 @@ from tests.support.elastic_runs import (
     step_once,
 )
 from tests.support.harness import RankError, on_ranks, run_ranks
-from tests.support.launched import PROGRAM
+from tests.support.hosts import descendants
+from tests.support.launched import PROGRAM, wait_until
 from tests.support.training import equal
 from zeroshard.checkpoint import kept as kept_steps
 from zeroshard.launch.connection import HostLoss
 from zeroshard.launch.elastic import (
-    KeeperServer,
     dead_ranks,
     go_on,
     grow,
@@ -46,12 +50,21 @@ from zeroshard.launch.elastic import (
     loss_of,
     source,
     visible_devices,
-    whole_steps,
 )
 from zeroshard.launch.options import Host
 from zeroshard.launch.outcome import Outcome
 from zeroshard.launch.supervisor import Failure
-from zeroshard.system.keeper_client import Keeper, KeptPart, newest, note_of, partners, read_note
+from zeroshard.system.keeper import KeeperServer
+from zeroshard.system.keeper_client import (
+    Keeper,
+    KeptPart,
+    newest,
+    note_of,
+    partners,
+    read_note,
+    who_restarts,
+    whole_steps,
+)
 
 PART = KeptPart("/runs/gpt", "writer", "nonce", step=7, world=2, rank=0, file_bytes=100)
 
@@ -421,6 +434,83 @@ def test_strangers_and_nonsense_change_nothing_in_a_keeper() -> None:
         assert server.summary() == {"parts": [], "saved": {"/runs": [0, 3]}}
 
 
+# ------------------------------------------------------------------ the memory, in its own process
+
+
+RANK = """
+import os, sys
+from zeroshard.system.keeper_client import Keeper, KeptPart, note_of
+keeper, step = Keeper(sys.argv[1]), int(sys.argv[2])
+keeper.start(int(sys.argv[3]), float(sys.argv[4]))
+file, note = os.memfd_create("file"), os.memfd_create("note")
+os.write(note, note_of(KeptPart("/runs", "writer", "nonce", step, 1, 0, 0), b"{}"))
+keeper.put(["/runs", "writer", 0, 0], file, note)
+if "well" in sys.argv:
+    keeper.leave()
+"""
+
+
+@contextmanager
+def _job(patience_s: float) -> Iterator[tuple[Keeper, subprocess.Popen[bytes], Any]]:
+    """Yield a keeper that nobody has started, the process that starts ranks, and `run_rank`."""
+    with subprocess.Popen(["sleep", "600"]) as starter:
+        keeper = Keeper(f"zeroshard-test-{starter.pid}-{time.monotonic_ns()}")
+
+        def run_rank(step: int, *more: str) -> None:
+            place = [keeper.address, str(step), str(starter.pid), str(patience_s)]
+            subprocess.run([sys.executable, "-c", RANK, *place, *more], check=True, timeout=60)
+
+        try:
+            yield keeper, starter, run_rank
+        finally:
+            starter.kill()
+        wait_until(lambda: not keeper.is_there())  # it ends with whoever starts the ranks
+
+
+def test_a_keeper_of_its_own_stays_while_ranks_may_be_started_again() -> None:
+    with _job(math.inf) as (keeper, _, run_rank):
+        assert not keeper.is_there()
+        run_rank(1)
+        time.sleep(1.5)  # more than two looks at whether anybody needs it
+        keeper.tell_whole({"/runs": [0, 1]})
+        assert keeper.whole_step("/runs") == (0, 1)
+        keeper.tell_whole({})  # a host with a part of it is gone
+        assert keeper.whole_step("/runs") is None
+        run_rank(2)  # started again, and it starts no other keeper
+        assert [part.step for _, part in keeper.parts()] == [2]
+        run_rank(3, "well")
+        wait_until(lambda: not keeper.is_there())
+
+
+def test_a_keeper_waits_so_long_for_ranks_that_have_died() -> None:
+    with _job(1.0) as (keeper, _, run_rank):
+        run_rank(1)
+        wait_until(lambda: not keeper.is_there())
+        run_rank(2)  # starts another
+        assert [part.step for _, part in keeper.parts("/runs")] == [2]
+
+
+def test_ranks_that_start_a_keeper_at_once_have_one(tmp_path: Path) -> None:
+    with _job(math.inf) as (keeper, starter, _):
+
+        def start() -> None:
+            Keeper(keeper.address).start(starter.pid, math.inf)
+
+        threads = [threading.Thread(target=start) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert keeper.parts() == []
+
+
+def test_who_starts_ranks_again_is_torchruns_agent_or_rays_raylet() -> None:
+    assert who_restarts({}) is None
+    assert who_restarts({"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert who_restarts({"TORCHELASTIC_MAX_RESTARTS": "2"}) == (os.getppid(), math.inf)
+    assert who_restarts({"RAY_RAYLET_PID": "77"}) == (77, 600.0)
+
+
 def _keep_after_going_back(rank: int, world: int, address: str, directory: Path) -> None:
     with kept_at(address):
         model, optimizer, engine = make()
@@ -562,7 +652,7 @@ LIMITED = """
 import os, resource, sys, time
 from zeroshard.system.keeper_client import Keeper, KeptPart, note_of
 from zeroshard.errors import CheckpointError
-from zeroshard.launch.elastic import KeeperServer
+from zeroshard.system.keeper import KeeperServer
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
 server = KeeperServer()
@@ -624,7 +714,7 @@ def test_a_keeper_raises_its_limit_of_open_files_and_at_it_says_so_and_goes_on(
     rank, _, told = refused.partition(" ")
     assert (100 < int(rank) < 128) if full_of == "parts" else rank == "0"
     assert re.fullmatch(
-        r"the launcher, which keeps this job's memory, has as many files open as it may \(\d+\),"
+        r"the process that keeps this job's memory has as many files open as it may \(\d+\),"
         r" two for each part of a checkpoint: raise its limit \(ulimit -n\)",
         told,
     )
@@ -652,3 +742,86 @@ def test_a_killed_rank_costs_no_step_and_the_other_goes_on_from_memory(tmp_path:
     assert [(one.step, one.value) for one in found if one.name == "loaded"] == [(4, "memory")]
     run_ranks(2, save_every_step, tmp_path / "disk", 4)
     assert losses_from(found, 1, 4) == run_ranks(1, resume, tmp_path / "disk", 4, 8)
+
+
+TORCHRUN = str(Path(PROGRAM).with_name("torchrun"))
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _went_on(directory: Path, step: int, last: int) -> None:
+    """Check that both ranks have gone on from `step` in memory, with the losses of a run that
+    nobody has disturbed.
+    """
+    found = events(directory)
+    loaded = [(one.step, one.value) for one in found if one.name == "loaded"]
+    assert loaded == [(step, "memory")] * 2
+    losses = run_ranks(2, save_every_step, directory / "disk", last)
+    for rank in range(2):
+        told = {one.step: one.value for one in found if (one.name, one.rank) == ("step", rank)}
+        assert [told[number] for number in range(1, last + 1)] == losses[rank]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [TORCHRUN, "--nproc-per-node", "2"],
+        pytest.param([PROGRAM, "run", "--nproc", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_torchrun_starts_again_go_on_from_memory(
+    line: list[str], tmp_path: Path
+) -> None:
+    from tests.support import elastic_runs
+
+    plan = Plan(steps=8, deaths=[Death(world=2, rank=0, step=5, where="forward")])
+    line = [*line, "--max-restarts", "1", elastic_runs.__file__, str(tmp_path), plan.to_json()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    _went_on(tmp_path, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        "--master-addr 127.0.0.1 --master-port {port} --node-rank {number}",
+        pytest.param(
+            "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_pod_that_is_started_again_finds_its_part_at_the_other(
+    rendezvous: str, tmp_path: Path
+) -> None:
+    from tests.support import elastic_runs
+
+    plan = Plan(steps=8, redundancy=1, gate=6)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        words = rendezvous.format(port=port, number=number).split()
+        line = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *words]
+        return subprocess.Popen(
+            [*line, elastic_runs.__file__, str(tmp_path), plan.to_json()],
+            stderr=subprocess.DEVNULL,
+            env={**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+
+    pods = [start(0), start(1)]
+    try:
+        wait_until(lambda: sum((e.name, e.step) == ("kept", 5) for e in events(tmp_path)) == 2)
+        for pid in (*descendants(pods[1].pid), pods[1].pid):  # all of the pod, and its memory
+            os.kill(pid, signal.SIGKILL)
+        pods[1].wait()
+        (tmp_path / "open").touch()
+        pods.append(start(1))
+        assert [pod.wait(200) for pod in (pods[0], pods[2])] == [0, 0]
+    finally:
+        for pod in pods:
+            for pid in (*descendants(pod.pid), pod.pid) if pod.poll() is None else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pod.wait()
+    _went_on(tmp_path, 5, 8)

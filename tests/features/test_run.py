@@ -178,11 +178,15 @@ def _without_settings(stderr: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variables", [False, True], ids=["options", "torchrun's variables"])
 def test_lines_of_several_ranks_begin_with_the_rank_where_that_is_asked_for(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, variables: bool
 ) -> None:
     text = HELLO + "print('hello')\nprint('problem', file=sys.stderr)\n"
-    job = launch(text, "--nproc", "2", "--tee", "3", "--log-dir", str(tmp_path / "logs"))
+    given = {"NPROC_PER_NODE": "2", "TEE": "3", "LOG_DIR": str(tmp_path / "logs")}
+    options = [f"--{name.lower()}={value}" for name, value in given.items()]
+    env = {f"PET_{name}": value for name, value in given.items()}
+    job = launch(text, env=env) if variables else launch(text, *options)
     code, stdout, stderr = job.end()
     assert code == 0, stderr
     assert sorted(stdout.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]

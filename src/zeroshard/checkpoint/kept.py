@@ -7,7 +7,7 @@ reads one.
             save that is whole . a host gets the parts that it lacks from one that has them
 
 The pieces are the same as in a save, in the same format, with the same hashes; the memory is an
-anonymous file, and the launcher holds its descriptor (``system/keeper_client.py``).
+anonymous file, and the keeper of the host holds its descriptor (``system/keeper.py``).
 
 Invariant: of two slots, the one that is written never holds the last save that is whole: all ranks
 have finished a slot before any begins the other. Every rank loads the same save, and verifies it by
@@ -27,7 +27,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -54,6 +54,8 @@ from zeroshard.system.keeper_client import (
     note_of,
     partners,
     read_note,
+    who_restarts,
+    whole_steps,
 )
 
 # --------------------------------------------------------------------------- copies on another host
@@ -119,10 +121,39 @@ _CALL = "saver.keep()"
 _kept: WeakValueDictionary[str, Engine] = WeakValueDictionary()
 
 
-def local_keeper() -> Keeper | None:
-    """Return the keeper of this host, None where the launcher runs none."""
-    address = keeper_address()
-    return None if address is None else Keeper(address)
+def local_keeper(*, start: bool = False) -> Keeper | None:
+    """Return the keeper of this host. None where nobody would start the ranks again, or where no
+    rank has kept anything yet: `start` starts one then. Raises CheckpointError.
+    """
+    address, restarter = keeper_address(), who_restarts(os.environ)
+    if address is None:
+        return None
+    keeper = Keeper(address)
+    if restarter is not None and not keeper.is_there():
+        if not start:
+            return None
+        keeper.start(*restarter)
+    return keeper
+
+
+def tell_keepers(everyone: MeshRanks) -> None:
+    """Tell the keepers of all hosts which steps in memory are whole, for `latest_step`: the ranks
+    may have been started again, and some hosts may be new. Collective; `everyone` is all ranks of
+    the job, else nothing is done.
+    """
+    if keeper_address() is None or (
+        dist.is_initialized() and everyone.size < dist.get_world_size()
+    ):
+        return
+    parts = list[tuple[int, KeptPart]]()
+    with telling_keeper():
+        if (keeper := local_keeper()) is not None:
+            parts = keeper.parts()
+    summaries = everyone.share({"parts": [asdict(part) for _, part in parts]}, "shard()")
+    whole = whole_steps(summaries)
+    with telling_keeper():
+        if (keeper := local_keeper(start=bool(whole))) is not None:
+            keeper.tell_whole(whole)
 
 
 def tell_saved(directory: Path, branch: int, step: int) -> None:
@@ -246,7 +277,7 @@ class _KeptMemory:
             self.keeper.drop(self.directory, but=self.writer)
 
     def close(self) -> None:
-        """Close our descriptors and connections; what is kept stays with the launcher."""
+        """Close our descriptors and connections; what is kept stays with the keeper."""
         for slot in (slot for pair in self._slots.values() for slot in pair):
             slot.close()
         if self.copies is not None:
@@ -322,20 +353,27 @@ class Keeping:
             self._send(memory, memory.copies, slot, note)
         memory.finish()
 
+    def leave(self) -> None:
+        """Tell the keeper that this rank has ended its work well."""
+        if self._memory is not None:
+            with telling_keeper():
+                self._memory.keeper.leave()
+
     def close(self) -> None:
-        """Close our descriptors and connections; what is kept stays with the launcher."""
+        """Close our descriptors and connections; what is kept stays with the keeper."""
         memory, self._memory, self._found_by = self._memory, None, None
         if memory is not None:
             memory.close()
 
     def _find_memory(self) -> _KeptMemory | None:
-        keeper = local_keeper()
-        mine = ["" if keeper is None else keeper.address, secrets.token_hex(8)]
-        answers = self._ranks.share(mine, _CALL)
+        with self._together("no process for the memory of this host") as meeting:
+            keeper = local_keeper(start=True)
+            meeting.give(["" if keeper is None else keeper.address, secrets.token_hex(8)])
+        answers = meeting.answers
         homes = [home for home, _ in answers]
         if keeper is None or not all(homes):
             if self._ranks.rank == 0:
-                _log.info("saver.keep() keeps nothing without `zeroshard run --elastic`")
+                _log.info("saver.keep() keeps nothing: nobody would start these ranks again")
             return None
         memory = _KeptMemory(keeper, os.path.realpath(self._directory), answers[0][1], homes)
         if not self.redundancy:
@@ -398,10 +436,8 @@ class Holdings:
     def of(cls, directory: Path) -> Holdings:
         """Return those for `directory` in the memory of this host."""
         keeper = local_keeper()
-        if keeper is None:
-            return Holdings("", [])
-        found = keeper.parts(os.path.realpath(directory))
-        return Holdings(keeper.address, [part for _, part in found])
+        found = [] if keeper is None else keeper.parts(os.path.realpath(directory))
+        return Holdings(keeper_address() or "", [part for _, part in found])
 
 
 class KeptStep:
@@ -417,11 +453,10 @@ class KeptStep:
     @staticmethod
     def find(directory: Path, everyone: Sequence[Holdings]) -> KeptStep | None:
         """Return the newest one, from what all ranks have found; the same on all ranks."""
-        keeper = local_keeper()
-        if keeper is None or not all(holdings.home for holdings in everyone):
-            return None
         found = newest(part for holdings in everyone for part in holdings.parts)
-        return None if found is None else KeptStep(directory, keeper, found)
+        if found is None or not all(holdings.home for holdings in everyone):
+            return None
+        return KeptStep(directory, Keeper(str(keeper_address())), found)
 
     def fetch(
         self,
@@ -438,6 +473,7 @@ class KeptStep:
             mine = [journey for journey in journeys if rank in journey[:2]]
             with ExitStack() as stack:
                 with together():  # nobody waits for a rank that has no memory
+                    local_keeper(start=True)
                     files = [self._files_of(rank, journey, stack) for journey in mine]
                 with make_copies() as copies:
                     for (source, target, part), pair in zip(mine, files, strict=True):

@@ -353,8 +353,9 @@ class Restored:
 
 def latest_step(directory: str | Path) -> int | None:
     """Return the complete step in `directory` that was saved last, or None: the highest number,
-    unless the run has gone back to a lower one. Where the launcher has started the ranks again, one
-    that ``Saver.keep`` had left in memory counts.
+    unless the run has gone back to a lower one. Where the ranks have been started again, one that
+    ``Saver.keep`` had left in memory counts; without ``zeroshard run --elastic`` only after
+    ``shard()``, where the ranks hear of it.
     """
     steps = [*saved_order(Path(directory)), newest_kept_step(Path(directory))]
     return max((step for step in steps if step is not None), default=(0, None))[1]

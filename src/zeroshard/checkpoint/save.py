@@ -123,8 +123,8 @@ class Saver:
     host memory as the checkpoint has bytes on this rank, once. All methods are collective. Use it
     as a context, or call ``close()``.
 
-    ``keep()`` copies the state into memory that outlives the rank (``zeroshard run --elastic``);
-    with ``redundancy=1`` also into memory of another host.
+    ``keep()`` copies the state into memory that outlives the rank; with ``redundancy=1`` also into
+    memory of another host.
     """
 
     def __init__(
@@ -199,9 +199,10 @@ class Saver:
     def keep(self, step: int, *, extra: Any = None) -> bool:
         """Copy `step` into memory that outlives this process, and return True. Collective.
 
-        The launcher of ``zeroshard run --elastic`` keeps the memory; under any other launcher
-        nothing happens, and the answer is False. When a rank has died, ``zs.load`` takes the newest
-        step of memory and disk. A save under way goes on meanwhile.
+        A process of each host keeps the memory until the ranks have been started again, by
+        ``zeroshard run --elastic``, by torchrun with ``--max-restarts`` or by Ray; where nobody
+        would, nothing happens, and the answer is False. ``zs.load`` then takes the newest step of
+        memory and disk. A save under way goes on meanwhile.
         """
         states_of(self._engine).check_open(trained=True)
         if not self._keeping.begin():
@@ -261,6 +262,7 @@ class Saver:
         """Wait for the save under way, and release the staging memory. Collective."""
         try:
             self.wait()
+            self._keeping.leave()
         finally:
             self._staging.clear()
             self._pages.clear()

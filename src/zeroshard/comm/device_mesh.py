@@ -518,7 +518,8 @@ def _everyone() -> dist.ProcessGroup | None:
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or rank_variables(os.environ):
-        name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "a rank of mpirun's or Slurm's"
+        task = "a rank of mpirun's, Slurm's or SkyPilot's"
+        name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else task
         raise ConfigError(
             f"{name} is set but there is no process group: call zeroshard.init_distributed()"
             " before shard()"

@@ -23,14 +23,18 @@ import atexit
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn
 
@@ -42,10 +46,12 @@ from zeroshard.comm.cpu.rendezvous import boot_id
 from zeroshard.comm.groups import connected
 from zeroshard.errors import ConfigError, PeerLostError, StallError, ZeroshardError
 from zeroshard.system.device import Device, all_devices
+from zeroshard.system.keeper_client import who_restarts
 from zeroshard.system.this_host import interface_towards, raise_file_limit, rank_variables
 
 _log = logging.getLogger("zeroshard")
 _LEAVE_S = 10.0  # how long a rank that ends well waits for its device, and for the others
+_LOOK_S = 0.5  # between two looks at where the ranks meet
 _num_calls = 0  # of this process: each meets under keys of its own
 
 
@@ -98,7 +104,9 @@ def init_distributed(
 
     Does nothing for a single process (no ``RANK`` in the environment) or where a group exists
     already. Tasks of a Slurm step or of an MPI job become ranks: without ``RANK``, torchrun's
-    variables are set from srun's or mpirun's, which on several hosts do not say ``MASTER_ADDR``.
+    variables are set from srun's or mpirun's; the latter do not say ``MASTER_ADDR`` of several
+    hosts. So does the process on each of several nodes of a SkyPilot task with at most one GPU
+    each.
 
     The ranks meet first, for at most `join_timeout_s` (or `timeout_s`, if that is less), and each
     says which devices it sees. Where every rank has an accelerator of its own, its device number
@@ -123,7 +131,7 @@ def init_distributed(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit_s = min(join_timeout_s, timeout_s)
     store = _store(rank, size, limit_s)
-    seats = _seats(store, rank, size, limit_s)
+    store, seats = introduced(store, rank, size, limit_s, Seat.of(*all_devices()))
     name, index = seated(seats, rank, backend)
     choose_interface([seat.host for seat in seats])
     device = None if index is None else all_devices()[0].make_current(index)
@@ -246,17 +254,47 @@ def _store(rank: int, size: int, limit_s: float) -> Any:
             f"init_distributed(): rank(s) [0] did not come within {limit_s:g} s: nobody answers at"
             f" {address}:{port}; see whether rank 0 runs, and whether that address is its host's"
         ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"zeroshard/{attempt}/{_num_calls}", store)
+    return PrefixStore(f"zeroshard/{_num_calls}", store)
 
 
-def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
-    """Return what every rank says of itself. Raises PeerLostError and StallError."""
-    keys = [f"zeroshard/{number}" for number in range(size)]
+def introduced(
+    store: Any, rank: int, size: int, limit_s: float, own: Seat
+) -> tuple[Any, list[Seat]]:
+    """Return a store for the ranks of this start alone, and what every rank says of itself. Raises
+    PeerLostError and StallError.
+
+    `store` may have keys of ranks that were there before, and hosts may have started theirs more or
+    less often. So rank 0 gives the meeting a new name, the others answer under the name that they
+    find, and know it for their own once rank 0 has repeated their answer.
+    """
+    deadline = time.monotonic() + limit_s
+    mine, keys, answers = json.dumps([secrets.token_hex(8), asdict(own)]), ["zeroshard"], []
+
+    def wait(awaited: list[str], most_s: float) -> None:
+        left_s = max(deadline - time.monotonic(), 0.001)
+        store.wait(awaited, timedelta(seconds=min(left_s, most_s)))
+
     try:
-        store.set(keys[rank], json.dumps(asdict(Seat.of(*all_devices()))))
-        store.wait(keys, timedelta(seconds=limit_s))
-        said = store.multi_get(keys)
+        if rank == 0:
+            store.set("zeroshard", secrets.token_hex(8))
+        while mine not in answers:
+            wait(["zeroshard"], limit_s)
+            name = store.get("zeroshard").decode()
+            keys = [f"{name}/{number}" for number in range(size)]
+            store.set(keys[rank], mine)
+            if rank == 0:
+                wait(keys, limit_s)
+                said = [answer.decode() for answer in store.multi_get(keys)]
+                store.set(f"{name}/all", json.dumps(said))
+            try:
+                wait([f"{name}/all"], _LOOK_S)
+                answers = json.loads(store.get(f"{name}/all"))
+            except RuntimeError:
+                store.check(["zeroshard"])  # raises where the store is gone
+            if mine not in answers:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("nobody has repeated it")
+                time.sleep(_LOOK_S / 10)
     except RuntimeError as error:
         try:
             absent = [number for number, key in enumerate(keys) if not store.check([key])]
@@ -266,10 +304,10 @@ def _seats(store: Any, rank: int, size: int, limit_s: float) -> list[Seat]:
                 " launcher, has ended or given up: see its error"
             ) from error
         raise StallError(
-            f"init_distributed(): rank(s) {absent} did not come within {limit_s:g} s; see what"
-            " they are doing, or raise join_timeout_s if they are only slow"
+            f"init_distributed(): rank(s) {absent or [0]} did not come within {limit_s:g} s; see"
+            " what they are doing, or raise join_timeout_s if they are only slow"
         ) from error
-    return Seat.told(map(json.loads, said))
+    return PrefixStore(name, store), Seat.told(json.loads(one)[1] for one in answers)
 
 
 def _leave(group: dist.ProcessGroup, store: Any, device: torch.device | None, pid: int) -> None:
@@ -344,9 +382,21 @@ def status() -> Callable[..., None] | None:
 
 
 def keeper_address() -> str | None:
-    """Return where the keeper of this host is asked (keeper_client.py); None: it has none."""
+    """Return where the keeper of this host is asked (system/keeper_client.py): the launcher's, or
+    the one that ranks start; None: nobody would start them again.
+    """
     launcher = _launcher()
-    return None if launcher is None else launcher.keeper_address()
+    given = None if launcher is None else launcher.keeper_address()
+    if given is not None or (restarter := who_restarts(os.environ)) is None:
+        return given
+    try:
+        stat = Path(f"/proc/{restarter[0]}/stat").read_text().rpartition(")")[2].split()
+        begun_at = stat[19]
+    except (OSError, IndexError):  # it is gone
+        return None
+    # the same for all ranks that this process of this host starts for this job, and for no others
+    place = (boot_id(), os.getuid(), restarter[0], begun_at, os.environ.get("RAY_JOB_ID"))
+    return f"zeroshard-keeper-{sha256(repr(place).encode()).hexdigest()[:32]}"
 
 
 def end_process(error: ZeroshardError) -> NoReturn:

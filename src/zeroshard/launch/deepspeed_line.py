@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -332,14 +334,25 @@ def environment_of_stand_in(environ: Mapping[str, str]) -> dict[str, str]:
 def on_python_path(environ: Mapping[str, str]) -> str:
     """Return ``PYTHONPATH`` with the stand-in's folder before all others, and the folder of its
     distribution, which programs ask importlib.metadata for. That one is written here: a wheel with
-    a distribution beside its own would look like two.
+    a distribution beside its own would look like two. Raises UsageError where another user has
+    taken the folder's name in the temporary directory.
     """
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "zeroshard" / f"as-deepspeed-{VERSION}"
     try:
         write_distribution(folder)
-    except OSError:  # a home that is read-only, or none
-        folder = Path(tempfile.mkdtemp(prefix="zeroshard-as-deepspeed-"))
+    except OSError:  # a home that is read-only, or none: one folder for all runs, which nobody
+        # else can write, since Python imports from it
+        folder = Path(tempfile.gettempdir()) / f"zeroshard-as-deepspeed-{VERSION}-{os.geteuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        there = folder.lstat()
+        is_own = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+        if not is_own or there.st_mode & 0o077:
+            raise UsageError(
+                f"{folder} is not a folder of uid {os.geteuid()} with mode 0700: remove it, or let"
+                " XDG_CACHE_HOME name a folder that can be written"
+            ) from None
         write_distribution(folder)
     return _first(environ.get("PYTHONPATH", ""), _ON_PATH, folder)
 

@@ -40,6 +40,7 @@ from zeroshard.launch.options import (
 from zeroshard.launch.outcome import Outcome, say
 from zeroshard.launch.supervisor import SIGNAL_LEAD_S, blame_order, blame_time
 from zeroshard.system.device import LIBRARIES, VISIBLE_DEVICES
+from zeroshard.system.keeper_client import whole_steps
 from zeroshard.terminal import UsageError
 
 # ------------------------------------------------------------------------------------- absent hosts
@@ -330,7 +331,7 @@ class _HostsJob:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
-            whole = elastic.whole_steps([one.kept for one in self._connections])
+            whole = whole_steps([one.kept for one in self._connections])
             if any(step > self._began_from.get(name, []) for name, step in whole.items()):
                 # all ranks end as for SIGTERM to the launcher: a script that handles it saves
                 self._grows = self._is_ending = True

@@ -26,9 +26,9 @@ import time
 from typing import Any
 
 from zeroshard.launch.connection import ERR, GREETING, NOTE, OUT, frame, from_text, line, listen
-from zeroshard.launch.elastic import KeeperServer
 from zeroshard.launch.options import HostPlace, RunOptions, check_target
 from zeroshard.launch.worker import KEEPER, die_with
+from zeroshard.system.keeper import KeeperServer
 from zeroshard.terminal import UsageError, explain
 
 LAUNCH = "launch"  # the child's argument

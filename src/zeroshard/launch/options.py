@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroshard.system.this_host import read_step, read_task
+from zeroshard.system.this_host import read_node, read_step, read_task
 from zeroshard.terminal import Option, Subcommand, UsageError, joined, made, split_line
 
 DEFAULT_GRACE_S = 3
@@ -216,6 +216,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     kind = "module" if given.module else "command" if given.no_python else "script"
     check_target(kind, rest[0])
     # from the line, or torchrun's own defaults, which cluster operators set
+    given.max_restarts = given.max_restarts or os.environ.get("PET_MAX_RESTARTS")
     places = {
         name: getattr(given, _dest(name)) or os.environ.get(f"PET_{_dest(name).upper()}")
         for name in PLACES_THE_JOB
@@ -224,17 +225,19 @@ def parse_run(parser: argparse.ArgumentParser, argv: list[str]) -> RunOptions:
     if given.standalone and named:
         raise UsageError(f"--standalone and {named[0]} exclude each other")
     hosts = _host_choice(given, named)
-    # mpirun or srun may have started a launcher on each of several hosts
+    # mpirun, srun or SkyPilot may have started a launcher on each of several hosts
     place, elsewhere = None, set(named) - {"--master-addr", "--master-port"}
     if hosts is None and not given.standalone and not elsewhere:
-        place = _mpi_place(given) or _slurm_place(given)
+        place = _mpi_place(given) or _slurm_place(given) or _sky_place(given, places)
     one_host = hosts is None and place is None
     if one_host:
         _check_port(given)
+    # a port, and the address of the only node, which Kubeflow names as if it were one of several
+    anywhere = ["--master-port"]
+    anywhere += ["--master-addr"] * (places["--nnodes"] in ONE_HOST["--nnodes"])
     one_host = one_host and all(
-        value is None or value in ONE_HOST.get(name, ())
+        value is None or name in anywhere or value in ONE_HOST.get(name, ())
         for name, value in places.items()
-        if name != "--master-port"
     )
     _check_elastic(given, is_placed=not one_host and hosts is None)
     ours = {*_UNITS, "--module", "--no-python", "--shutdown-timeout", "--standalone"}
@@ -334,6 +337,17 @@ def _mpi_place(given: argparse.Namespace) -> HostPlace | None:
             " is the first: --master-addr HOST"
         )
     return HostPlace(task.rank, task.num_tasks, address, _port(given.master_port) or task.port)
+
+
+def _sky_place(given: argparse.Namespace, places: Mapping[str, str | None]) -> HostPlace | None:
+    node = read_node(os.environ)
+    if node is None:
+        return None
+    if node.num_gpus and "PET_NPROC_PER_NODE" not in os.environ:
+        given.nproc = given.nproc or str(node.num_gpus)
+    address = places["--master-addr"] or node.nodes[0]
+    port = _port(places["--master-port"]) or node.port
+    return HostPlace(node.rank, len(node.nodes), address, port)
 
 
 def _dest(name: str) -> str:

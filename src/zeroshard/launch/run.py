@@ -9,9 +9,9 @@ A signal to the launcher is passed on to the ranks, which then have ``SIGNAL_GRA
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to save. Their exit code is the job's if it is one of the contract
 (75: saved, queue me again), else that is 128 + signal. A second Ctrl-C ends them at once.
 
-On one host everything is bound to loopback. With a hostfile (``hosts.py``) or under Slurm one such
-launcher runs on each host. How they meet (``agent_rendezvous.py``) unpickles nothing; torch's own
-rendezvous, where it is asked for, does (SECURITY.md).
+On one host everything is bound to loopback. With a hostfile (``hosts.py``), under Slurm and under
+SkyPilot one such launcher runs on each host. How they meet (``agent_rendezvous.py``) unpickles
+nothing; torch's own rendezvous, where it is asked for, does (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _torchrun_arguments(torchrun: Any, options: RunOptions, directory: str) -> A
         import torch
 
         line += ["--nproc-per-node", str(max(torch.accelerator.device_count(), 1))]
-    if "--log-dir" not in "".join(options.torchrun):
+    if "--log-dir" not in "".join(options.torchrun) and "PET_LOG_DIR" not in os.environ:
         line += ["--log-dir", directory]  # torch makes a directory in any case, and leaves it
     arguments = torchrun.parse_args([*line, worker.__file__])
     try:

@@ -467,9 +467,10 @@ _PAGE = """<!doctype html>
 <style>
 body{max-width:720px;margin:1em auto;padding:0 8px;font-family:system-ui,sans-serif;
 color-scheme:light dark}
-.zs{width:100%}
+.zs{width:100%;height:auto}
 .zs *{animation-play-state:paused!important;animation-delay:calc(var(--t,0)*-1s)!important}
-form{display:flex;gap:8px;margin:8px 0}input{flex:1}button{font-size:1em;min-width:5em}
+form{display:flex;gap:8px;margin:8px 0}input{flex:1;min-width:0}
+button{font-size:1em;min-width:5em}output{white-space:nowrap}
 </style>
 SVG
 <form><button type="button">play</button><input type="range" min="0" max="LAST" value="AT"

@@ -158,8 +158,7 @@ class Peak:
     """
 
     parts: dict[str, int]
-    host: int
-    disk: int
+    away: dict[str, int]  # by tier, all but the device's
 
     @property
     def total(self) -> int:
@@ -168,8 +167,8 @@ class Peak:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """The bytes on "device", "host" and "disk"."""
-        return {"device": self.total, "host": self.host, "disk": self.disk}
+        """The bytes on each tier."""
+        return {"device": self.total, **self.away}
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,9 @@ def peak_bytes(
     context = CONTEXT_BYTES if machine.accelerator else 0
     slack = FRAGMENTATION if machine.accelerator else 0.0
     parts["allowance"] = round(sum(parts.values()) * slack) + context
-    return Peak(parts, resting[Tier.HOST] + on_host, resting[Tier.DISK])
+    resting[Tier.HOST] += on_host
+    away = {tier.value: size for tier, size in resting.items() if tier is not Tier.DEVICE}
+    return Peak(parts, away)
 
 
 def _optimizer_bytes(
@@ -274,7 +275,7 @@ def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: T
     tiers = [cell.tier for cell in (cells.weight, cells.grad, cells.optim)]
     if all(tier is Tier.DEVICE for tier in tiers):
         return 0
-    if machine.accelerator or cells.optim.tier is not Tier.HOST:
+    if machine.accelerator or cells.optim.tier in (Tier.DEVICE, Tier.DISK):
         return STAGING_BYTES
     # a tile of what is stepped last: its new moments are there twice in the first step; later the
     # denominators of one parameter, with the gradients of a tile in the dtype of the master

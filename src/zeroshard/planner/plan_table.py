@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.terminal import (
     Table,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------- the plan
 
 _FITS = "fits"
+_AWAY = [tier.value for tier in Tier if tier is not Tier.DEVICE]  # columns, left out where empty
 _ALWAYS = ("row", "rest", "peak")  # columns that are there even if they are empty
 _LEGEND = {
     "zero3-keep": "zero3 with weights that stay gathered from forward to backward",
@@ -193,7 +195,7 @@ def _cells(row: PlannedRow, axes: Axes | None) -> dict[str, str]:
         along = {axis: str(getattr(spread, axis)) for axis in ("tp", "pp", "dp")}
         bubble = {"idle": f"{spread.bubble:.0%}" if spread.bubble else "-"}
     sizes = {"rest": row.rest_bytes["device"], "peak": row.peak_bytes["device"]}
-    sizes |= {tier: row.rest_bytes[tier] for tier in ("host", "disk")} | row.traffic_bytes
+    sizes |= {tier: row.rest_bytes[tier] for tier in _AWAY} | row.traffic_bytes
     bound_by = SHORT.get(row.bound_by, row.bound_by)
     fits = f"{'yes' if row.fits else 'no'}: {bound_by}"
     return {
@@ -224,9 +226,8 @@ BELOW_REST = (
     "with one micro-batch a step each is reduced as it comes, and they never do"
 )
 _COLUMNS = (
-    "row", "elsewhere", "rank", "share", "rest", "peak", "of", "host", "disk", "moved", "fits",
+    "row", "elsewhere", "rank", "share", "rest", "peak", "of", *_AWAY, "moved", "fits"
 )  # fmt: skip
-_MAYBE = ("host", "disk")  # columns that are left out where they are empty
 
 
 def is_uneven(arguments: argparse.Namespace) -> bool:
@@ -295,7 +296,7 @@ def plan_and_print(
             numbers = [number for number, _ in group]
             name = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
             sizes = [rank.rest_bytes["device"], rank.peak_bytes["device"], rank.memory]
-            sizes += [rank.rest_bytes["host"], rank.rest_bytes["disk"], rank.traffic_bytes]
+            sizes += [*(rank.rest_bytes[tier] for tier in _AWAY), rank.traffic_bytes]
             fits = f"no: {left[0]}" if left else "yes"
             if any(f"device memory of rank {number}" in row.short for number in numbers):
                 fits = "no: memory"
@@ -304,7 +305,7 @@ def plan_and_print(
             cells.append(dict(zip(_COLUMNS, line, strict=True)))
             styles.append("" if row.fits else "dim")
             named = "", ""
-    empty = {name for name in _MAYBE if all(one[name] == "-" for one in cells)}
+    empty = {name for name in _AWAY if all(one[name] == "-" for one in cells)}
     shown = [name for name in _COLUMNS if name not in empty]
     Table(
         shown,

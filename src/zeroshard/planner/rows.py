@@ -188,9 +188,11 @@ def short_of(peak: dict[str, int], machine: Machine) -> tuple[str, float, float]
 
 
 def _of_node(peaks: Sequence[dict[str, int]], machine: Machine) -> list[tuple[str, int, int]]:
-    """Return the memories that the ranks of a node share: the bytes needed and those there are."""
-    on_host = 0 if machine.accelerator else sum(peak["device"] for peak in peaks)
-    on_host += sum(peak["host"] for peak in peaks)
+    """Return the memories that the ranks of a node share: the bytes needed and those there are. A
+    tier that is not the disk is memory of the host, as the times of a step have it.
+    """
+    elsewhere = {"disk", *(["device"] if machine.accelerator else [])}
+    on_host = sum(size for one in peaks for tier, size in one.items() if tier not in elsewhere)
     on_disk = sum(peak["disk"] for peak in peaks)
     return [
         ("host memory", on_host, machine.host_room),

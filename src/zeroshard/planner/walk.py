@@ -287,7 +287,8 @@ class Walk(Playback):
                 here = [self.reduced.state(unit) for unit in range(len(self.planned))]
                 with_sums = sum(waits or rests for _, _, waits, rests in here)
                 by_tier[tier] += num_bytes * with_sums // len(self.planned)
-        return {tier.value: by_tier[tier] for tier in (Tier.HOST, Tier.DISK) if by_tier[tier]}
+        away = {tier.value: size for tier, size in by_tier.items() if tier is not Tier.DEVICE}
+        return {tier: size for tier, size in away.items() if size}
 
     # ------------------------------------------------------------------------------- in words
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroshard.checkpoint.kept import tell_keepers
 from zeroshard.comm.device_mesh import Holders, MeshAxes, OwnMesh, mesh_axes_of
 from zeroshard.comm.job import init_distributed
 from zeroshard.comm.ranks import MeshRanks, Ranks
@@ -36,7 +37,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
 from zeroshard.core.schedule.rules import grad_pool_bytes
 from zeroshard.core.tree import Deal, Tree
-from zeroshard.errors import StorageError
+from zeroshard.errors import CheckpointError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import allocate, deferred_init, materialize
 from zeroshard.runtime.context import Context, Faults, Options, Tiering
@@ -120,7 +121,8 @@ def shard(
         )
         if optimizer is not None:
             engine.attach(optimizer)
-    except StorageError:
+        tell_keepers(context.everyone)
+    except (CheckpointError, StorageError):
         (context if engine is None else engine).close()
         raise
     context.faults.end_shard()

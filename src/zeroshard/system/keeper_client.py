@@ -1,8 +1,7 @@
 """The keeper as a rank asks it: parts of a checkpoint in memory that outlives the rank.
 
-``zeroshard run --elastic`` runs a keeper on each host (``launch/elastic.py``). Requests are records
-on an abstract Unix socket, a connection each; files travel as descriptors. A part is two anonymous
-files: pieces, and a note.
+A keeper runs on each host (``keeper.py``). Requests are records on an abstract Unix socket, a
+connection each; files travel as descriptors. A part is two anonymous files: pieces, and a note.
 
     note = hash of the rest . newline . the part as JSON . newline . index
 
@@ -18,20 +17,28 @@ torch here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from zeroshard.errors import CheckpointError
+from zeroshard.system.this_host import starter_of
 
 MAX_RECORD = 1 << 16
 _TIMEOUT_S = 60.0
-_HOLDER = "the launcher that keeps this job's memory"
+_START_S = 10.0
+_RAYS_PATIENCE_S = 600.0
+_HOLDER = "the process that keeps this job's memory"
 _HASH_BYTES = 32
 
 
@@ -64,12 +71,42 @@ class Keeper:
     def __init__(self, address: str) -> None:
         self.address = address
 
+    def is_there(self) -> bool:
+        """Whether somebody answers at the address."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+            return connection.connect_ex("\0" + self.address) == 0
+
+    def start(self, starter: int, patience_s: float) -> None:
+        """Start it, unless another rank has: it ends with the process `starter`. Raises
+        CheckpointError.
+        """
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        words = [self.address, str(starter), str(patience_s)]
+        null = subprocess.DEVNULL
+        until = time.monotonic() + _START_S
+        try:
+            subprocess.run(
+                [sys.executable, "-P", "-m", "zeroshard.system.keeper", *words],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=null,
+                stdout=null,
+                stderr=null,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CheckpointError(f"{_HOLDER} cannot be started: {error}") from error
+        while not self.is_there():
+            if time.monotonic() > until:
+                raise CheckpointError(f"{_HOLDER} did not start within {_START_S:g} s")
+            time.sleep(0.01)
+
     def put(self, slot: list[Any], file: int, note: int) -> None:
         """Give the keeper two files, in place of those that it held for this `slot`."""
         self._ask({"put": slot}, [file, note])
 
-    def parts(self, directory: str) -> list[tuple[int, KeptPart]]:
-        """Return the complete parts of saves for `directory`, by the keeper's numbers for them."""
+    def parts(self, directory: str | None = None) -> list[tuple[int, KeptPart]]:
+        """Return the complete parts of saves for `directory`, or all, by the keeper's numbers."""
         _, (table,) = self._ask({"parts": directory})
         with os.fdopen(table, "rb") as file:
             return [(number, KeptPart(**raw)) for number, raw in json.loads(file.read())]
@@ -86,6 +123,14 @@ class Keeper:
     def saved(self, directory: str, branch: int, step: int) -> None:
         """Tell that `step` of `branch` is complete on disk."""
         self._ask({"saved": directory, "step": [branch, step]})
+
+    def tell_whole(self, whole: Mapping[str, Sequence[int]]) -> None:
+        """Tell which steps are whole on all hosts: see `whole_steps`."""
+        self._ask({"agreed": whole})
+
+    def leave(self) -> None:
+        """Tell that this rank has ended its work well, and needs nothing of what is kept."""
+        self._ask({"left": True})
 
     def whole_step(self, directory: str) -> tuple[int, int] | None:
         """Return branch and number of the newest whole step of `directory` when the ranks were
@@ -144,6 +189,33 @@ def newest(parts: Iterable[KeptPart]) -> KeptSave | None:
     for part in parts:
         ranks.setdefault(part.save, set()).add(part.rank)
     return max((save for save, found in ranks.items() if len(found) == save[-1]), default=None)
+
+
+def whole_steps(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return, by directory, branch and number of the newest step that is whole in the memory of all
+    hosts together.
+    """
+    by_directory: dict[str, list[KeptPart]] = {}
+    for summary in summaries:
+        for raw in summary["parts"]:
+            by_directory.setdefault(raw["directory"], []).append(KeptPart(**raw))
+    found = {directory: newest(parts) for directory, parts in by_directory.items()}
+    return {directory: [*save[:2]] for directory, save in found.items() if save is not None}
+
+
+def who_restarts(environ: Mapping[str, str]) -> tuple[int, float] | None:
+    """Return the process that starts the ranks of this host again when some have died, and for how
+    many seconds what they have kept waits for that; None where it is known of nobody.
+
+    torchrun's agent does where it may (``--max-restarts``), and ends with its job. Ray's raylet may
+    at any time, and outlives the job.
+    """
+    with suppress(OSError, ValueError):
+        if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            return starter_of("TORCHELASTIC_MAX_RESTARTS"), math.inf
+        if "RAY_RAYLET_PID" in environ:
+            return int(environ["RAY_RAYLET_PID"]), _RAYS_PATIENCE_S
+    return None
 
 
 def partners(homes: list[str]) -> list[int | None]:

@@ -153,7 +153,8 @@ def _has_address(probe: socket.socket, interface: str, address: str) -> bool:
 # No MPI says where the first task is. On one host the tasks meet at loopback; on several
 # ``MASTER_ADDR`` has to name it. Slurm sets ``PMI_RANK``, too, for ``srun --mpi=pmi2``; and a
 # mpirun inside an allocation starts its daemons as a step, and the tasks inherit its variables. So
-# a task that knows its place on its host is MPI's, and any other is Slurm's first.
+# a task that knows its place on its host is MPI's, and any other is Slurm's first. SkyPilot starts
+# a shell on each node; an mpirun or srun in that shell is nearer to its tasks, and goes first.
 
 
 # -------------------------------------------------------------------------------------------- Slurm
@@ -311,6 +312,16 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def starter_of(variable: str) -> int:
+    """Return the process that has started the tasks of this host: the nearest above this one
+    without `variable` in its environment; a shell may lie between. Raises OSError.
+    """
+    pid = os.getppid()
+    while f"{variable}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+        pid = parent_of(pid)
+    return pid
+
+
 def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     """Return the task of an MPI job that this process is, None outside of one, or where only its
     place in the whole job is said.
@@ -322,20 +333,70 @@ def read_task(environ: Mapping[str, str]) -> MpiTask | None:
     # a port that other jobs of this host do not have, as far as can be known
     job = environ.get("PMIX_NAMESPACE")
     if job is None and num_local == num_tasks:
-        # the process that has started the tasks of this host: the nearest above this one without
-        # the variable in its environment; a shell may lie between
         with suppress(OSError, ValueError):
-            pid = os.getppid()
-            while f"{names[0]}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                pid = parent_of(pid)
-            job = str(pid)
+            job = str(starter_of(names[0]))
     port = _TORCHS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
     return MpiTask(rank, num_tasks, local_rank, num_local, port)
 
 
+# ----------------------------------------------------------------------------------------- SkyPilot
+# The shell of a task's ``run`` section is started on each of its nodes, with SKYPILOT_NODE_RANK;
+# that of ``setup`` has none. On Slurm SkyPilot removes its own step's variables from that shell.
+
+# above the ports of SkyPilot's Ray (to 19999), below Kubernetes' (from 30000) and Linux's clients'
+_SKY_PORT = 20000
+
+
+@dataclass(frozen=True)
+class SkyNode:
+    """One of several nodes of a SkyPilot task. `port` is the same on all nodes, and nobody has
+    reserved it.
+    """
+
+    rank: int
+    nodes: tuple[str, ...]
+    num_gpus: int  # of each node
+    port: int
+
+
+def read_node(environ: Mapping[str, str]) -> SkyNode | None:
+    """Return the node of a SkyPilot task that this process runs on; None outside of one, where the
+    task has one node, and where Slurm or mpirun has started this process in it.
+
+    Raises:
+        ConfigError: the variables contradict each other, or one is not what it is to be.
+    """
+    if "SKYPILOT_NODE_RANK" not in environ or read_task(environ) or read_step(environ):
+        return None
+    text = environ.get("SKYPILOT_NODE_IPS", "")
+    nodes = tuple(text.removesuffix("\n").split("\n"))
+    num_nodes = _number(environ, "SKYPILOT_NUM_NODES", str(len(nodes)))
+    rank = _number(environ, "SKYPILOT_NODE_RANK")
+    if num_nodes == 1 and rank == 0:
+        return None
+    for name in nodes:
+        if _NODE.fullmatch(name) is None:
+            raise ConfigError(f"SKYPILOT_NODE_IPS={text!r}: {name!r} is not a host's address")
+    if len(nodes) != num_nodes:
+        raise ConfigError(
+            f"SKYPILOT_NODE_IPS={text!r} names {len(nodes)} node(s), and SKYPILOT_NUM_NODES is"
+            f" {num_nodes}"
+        )
+    if rank >= num_nodes:
+        raise ConfigError(f"SKYPILOT_NODE_RANK={rank} is not one of {num_nodes} node(s)")
+    task = environ.get("SKYPILOT_TASK_ID", "")
+    return SkyNode(
+        rank=rank,
+        nodes=nodes,
+        num_gpus=_number(environ, "SKYPILOT_NUM_GPUS_PER_NODE", "0"),
+        port=_SKY_PORT + zlib.crc32(task.encode()) % NUM_PORTS,
+    )
+
+
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun would set for this process, where it is one of several tasks of an MPI
-    job or of a Slurm step, and nobody else has set RANK; else nothing.
+    job or of a Slurm step, or on one of several nodes of a SkyPilot task with at most one GPU each,
+    and nobody else has set RANK; else nothing.
 
     Raises:
         ConfigError: nobody has said where the tasks meet, or which of its host's this process is.
@@ -356,7 +417,16 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
                 " which host, this is: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and"
                 " MASTER_PORT, or use zeroshard run"
             )
-        return {}
+        node = read_node(environ)
+        if node is None or node.num_gpus > 1:  # one process on each node cannot be a rank for each
+            return {}
+        return {
+            "RANK": str(node.rank),
+            "WORLD_SIZE": str(len(node.nodes)),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": environ.get("MASTER_ADDR", node.nodes[0]),
+            "MASTER_PORT": environ.get("MASTER_PORT", str(node.port)),
+        }
     if task.num_tasks == 1:
         return {}
     address = environ.get("MASTER_ADDR")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,7 +128,8 @@ def _joined(
         host = own.host if near else "another host"
         seat = Seat(host, number % 4, own.type, own.backend, own.uuids)
         if number != int(environment["RANK"]):
-            store.set(f"zeroshard/{number}", json.dumps(asdict(seat)))
+            size = int(environment["WORLD_SIZE"])
+            Thread(target=job.introduced, args=(store, number, size, 60, seat), daemon=True).start()
     monkeypatch.setattr(job, "_store", lambda *_: store)
     made_job = SimpleNamespace(bound_device_id=torch.device(kind, 0))
     monkeypatch.setattr(job, "connected", lambda make, *_: (make(), made_job)[1])
@@ -189,7 +190,28 @@ class _GivenUp:
         return call
 
 
+def test_ranks_meet_those_of_their_start_in_a_store_that_others_have_left_full() -> None:
+    store, found = dist.HashStore(), list[Any]()
+
+    def come(rank: int, start: int, limit_s: float = 60.0) -> None:
+        own, seats = job.introduced(store, rank, 3, limit_s, Seat(f"start {start}", rank))
+        found.append((start, {seat.host for seat in seats}, own.add("ranks", 1)))
+
+    for start in (0, 1):
+        ranks = [Thread(target=come, args=(rank, start)) for rank in (2, 1, 0)]
+        for rank in ranks:  # those that come before rank 0 find what the start before has left
+            rank.start()
+            time.sleep(0.1)
+        for rank in ranks:
+            rank.join(60)
+        with pytest.raises(zs.StallError, match=r"rank\(s\) \[0\] did not come within 0.7 s"):
+            come(1, -1, 0.7)  # and rank 0 does not come
+    assert sorted(found, key=repr) == [
+        (start, {f"start {start}"}, count) for start in (0, 1) for count in (1, 2, 3)
+    ]
+
+
 @pytest.mark.parametrize("at", ["set", "wait", "check"])
 def test_a_store_that_is_gone_is_told_as_such_whenever_it_goes(at: str) -> None:
     with pytest.raises(zs.PeerLostError, match="has ended or given up"):
-        job._seats(_GivenUp(at), 0, 2, 1)
+        job.introduced(_GivenUp(at), 0, 2, 1, Seat("host"))

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import shutil
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -205,12 +205,28 @@ def test_the_stand_in_goes_before_all_paths_once(tmp_path: Path) -> None:
     assert deepspeed_line.on_python_path(home) == f"{folder}:{facts}"
 
 
-def test_a_home_that_cannot_be_written_still_gets_the_distribution(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_gets_one_folder_for_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, temporary = {"XDG_CACHE_HOME": f"{tmp_path}/file"}, tmp_path / "temporary"
     (tmp_path / "file").touch()
-    _, facts = deepspeed_line.on_python_path({"XDG_CACHE_HOME": f"{tmp_path}/file"}).split(":")
-    assert [one.name for one in importlib.metadata.distributions(path=[facts])] == ["deepspeed"]
-    assert stat.S_IMODE(os.stat(facts).st_mode) == 0o700
-    shutil.rmtree(facts)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    path = deepspeed_line.on_python_path(home)
+    assert deepspeed_line.on_python_path(home) == path
+    folder = Path(path.split(":")[1])
+    assert [one.name for one in importlib.metadata.distributions(path=[str(folder)])] == [
+        "deepspeed"
+    ]
+    assert list(temporary.iterdir()) == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)  # others could write what Python imports
+    with pytest.raises(UsageError, match=r"is not a folder of uid .* with mode 0700: remove it"):
+        deepspeed_line.on_python_path(home)
+    folder.chmod(0o700)
+    folder.rename(temporary / "moved")
+    folder.symlink_to(temporary / "moved")  # another user's name for a folder of ours
+    with pytest.raises(UsageError, match="with mode 0700"):
+        deepspeed_line.on_python_path(home)
 
 
 def test_a_task_of_mpirun_or_srun_becomes_a_rank() -> None:

@@ -79,6 +79,27 @@ def test_without_a_place_for_the_job_it_stands_alone(monkeypatch: pytest.MonkeyP
     assert not _parse(SCRIPT).standalone
 
 
+def test_the_only_node_of_a_job_stands_alone_whatever_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kubeflow gives the pod of a TrainJob of one node these variables."""
+    monkeypatch.setenv("PET_NODE_RANK", "0")
+    monkeypatch.setenv("PET_MASTER_ADDR", "gpt-node-0-0.gpt")
+    monkeypatch.setenv("PET_MASTER_PORT", "29500")
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert not _parse(SCRIPT).standalone
+    with pytest.raises(UsageError, match="needs one launcher for all ranks"):
+        _parse("--elastic", SCRIPT)
+    monkeypatch.setenv("PET_NNODES", "1")
+    assert (_parse(SCRIPT).standalone, _parse(SCRIPT).port) == (True, 29500)
+    assert _parse("--elastic", SCRIPT).elastic == 1
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    with pytest.raises(UsageError, match="--elastic and --max-restarts exclude each other"):
+        _parse("--elastic", SCRIPT)
+    monkeypatch.delenv("PET_NNODES")
+    assert not _parse(SCRIPT).standalone
+
+
 @pytest.mark.parametrize(
     ("argv", "kind"),
     [(["-m", "json.tool"], "module"), (["--no-python", "ls"], "command"), ([SCRIPT], "script")],

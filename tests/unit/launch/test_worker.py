@@ -250,7 +250,9 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
 
 def test_the_heart_beats_in_forwards_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[str] = []
-    launcher = SimpleNamespace(beat=lambda: beats.append("beat"), meeting_file=lambda: None)
+    launcher = SimpleNamespace(
+        beat=lambda: beats.append("beat"), meeting_file=lambda: None, keeper_address=lambda: None
+    )
     monkeypatch.setitem(sys.modules, job.LAUNCHER, launcher)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

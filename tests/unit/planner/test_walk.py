@@ -221,6 +221,16 @@ def test_a_page_is_one_file_with_a_slider_over_all_frames() -> None:
     assert not re.search(r"\b(TITLE|STARTS|LAST|SVG|AT)\b", page)
 
 
+def test_a_page_is_as_wide_as_a_phone() -> None:
+    """Its picture is scaled to the page, and nothing else says a width in pixels."""
+    page = film.html(walk(ROWS["hpz"], 8, units=8))
+    assert '<meta name="viewport" content="width=device-width">' in page
+    (size,) = re.findall(r'<svg [^>]*width="(\d+)" height="(\d+)" viewBox="([^"]+)"', page)
+    assert size[2] == f"0 0 {size[0]} {size[1]}" and ".zs{width:100%;height:auto}" in page
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    assert not re.search(r"(?<!max-)\bwidth:\s*\d+px", style) and "overflow" not in style
+
+
 def test_the_command_prints_frames_and_writes_films(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
