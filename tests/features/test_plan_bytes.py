@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations, count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ class Case:
     optimizer: str = "adam"
     precision: str = "bf16"
     accumulate: str = "fp32"
-    shares: tuple[float, ...] | None = None
+    shares: tuple[float, ...] | Literal["whole"] | None = None
     kept: float = 0.0  # what `accumulation_budget` holds of what whole gradients take beyond shards
 
     @property
@@ -158,7 +158,8 @@ def _sharded(
         precision=zs.Precision(case.precision, accumulate=case.accumulate),
         offload=case.offload(path),
         comm=comm,
-        shares=case.shares,
+        shares=None if case.shares == "whole" else case.shares,
+        ownership="whole" if case.shares == "whole" else None,
         accumulation_budget=budget,
     )
 
@@ -166,7 +167,9 @@ def _sharded(
 def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
     """Train one case; return what was planned and what the engine reports where they differ."""
     (world, node_size), training, model = case.ranks, case.training, case.build()
-    mesh, cut = Mesh.of(world, node_size), case.shares and shares_of(case.shares)
+    mesh, cut = Mesh.of(world, node_size), case.shares
+    if cut is not None and cut != "whole":
+        cut = shares_of(cut)
     laid_out = LaidOut(shape_of_module(model, training), mesh, training.align, cut)
     policy, family = ROWS[case.row].tiered(*MIXES[case.mix]), FAMILIES[case.model]
     optimizer = case.optimize(model)
@@ -338,6 +341,18 @@ def test_predicted_bytes_are_the_engines_where_a_budget_keeps_whole_gradients_of
     cases += [Case((4, 2), model, row) for row in ("hpz", "mics", "hfsdp") for model in MODELS]
     cases = [replace(case, kept=kept) for case in cases]
     for differences in run_ranks(4, _compare, cases, tmp_path, timeout=600):
+        assert not differences, differences[0]
+
+
+def test_predicted_bytes_are_the_engines_where_ranks_own_whole_parameters(tmp_path: Path) -> None:
+    rows = [("zero1", None), ("zero3", 2), ("mics", 2), ("hfsdp", 2)]
+    cases = [Case((4, nodes), MODELS[0], row, shares="whole") for row, nodes in rows]
+    cases += [
+        Case((4, 2), MODELS[1], "zero3", codec=5, shares="whole"),
+        Case((4, None), MODELS[1], "zero3", mix=3, fraction=0.4, shares="whole"),
+        Case((4, None), MODELS[0], "zero2", shares="whole", kept=0.5),
+    ]
+    for differences in run_ranks(4, _compare, cases, tmp_path, timeout=300):
         assert not differences, differences[0]
 
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.fuzz.optimizers import OPTIMIZERS
+from tests.fuzz.optimizers import OPTIMIZERS, WHOLE
 from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
@@ -32,6 +32,7 @@ from zeroshard.core.policy import ROWS
 
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
+OWNED = 103_000  # from this seed on ranks may own whole parameters
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
@@ -62,6 +63,11 @@ def _drawn(seed: int) -> Program:
     rng = random.Random(seed)
     program = _with_options(Program(seed), rng)
     program = replace(program, shares=_shares(seed, program.world))
+    own = random.Random(f"ownership of {seed}")
+    if seed >= OWNED and own.random() < 0.4:
+        program = replace(program, shares=None, ownership="whole")
+        if own.random() < 0.5:
+            program = replace(program, optimizer=own.choice([*WHOLE]))
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
@@ -255,7 +261,8 @@ def _with_leaves(program: Program) -> Program:
     if world != program.world:
         node_size = 2 if world == 4 else None
         program = replace(program, world=world, node_size=node_size, shares=None)
-        program = replace(program, shares=_shares(program.seed, world))
+        if program.ownership is None:
+            program = replace(program, shares=_shares(program.seed, world))
     return replace(program, leaves=rng.choice(("3", "4", "5", "6", "7", "8", "3x2", "2x3")))
 
 
@@ -426,7 +433,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "verify": _plain(verify_every=None),
     "strict": _plain(strict=False),
     "prefetch": _plain(prefetch_bytes=None),
-    "shares": _plain(shares=None),
+    "shares": _plain(shares=None, ownership=None),
     "optimizers": _plain(optimizer="sgd"),
     "groups": _plain(groups=False),
     "schedule": _plain(schedule=False),

@@ -109,6 +109,7 @@ class Program:
     verify_every: int | None = None
     prefetch_bytes: int | None = None
     shares: tuple[float, ...] | None = None
+    ownership: str | None = None
     weight_codec: str | None = None
     grad_codec: str | None = None
     optimizer: str = "adamw"
@@ -214,6 +215,15 @@ def repair(program: Program) -> Program:
         # others make small errors of a gradient large
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
+        program = replace(program, node_size=None)
+    if program.optimizer in ("lamb", "hybrid"):
+        if program.ownership is None:
+            program = replace(program, optimizer="adamw")
+        else:  # steps in parts of whole parameters are refused
+            tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
+            program = replace(program, **tiers)
+    if program.transport == "nccl" and (program.shares or program.ownership):
+        # gloo in NCCL's place exchanges slices of one size alone, where they lie by columns
         program = replace(program, node_size=None)
     if not program.tokens:
         program = replace(program, tied_ends=False)
@@ -343,7 +353,7 @@ def _without_routes(program: Program) -> Program:
 def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
-        program = replace(program, node_size=None, shares=None, along_cp=False)
+        program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
             for layer in program.layers

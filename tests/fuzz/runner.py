@@ -426,7 +426,7 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
         apart = experts_apart(program.world)
         mesh = init_device_mesh("cpu", (program.world // apart, apart), mesh_dim_names=("dp", "ep"))
         options["mesh_of"] = {"*.experts": mesh}
-    for name in ("strict", "verify_every", "prefetch_bytes", "shares"):
+    for name in ("strict", "verify_every", "prefetch_bytes", "shares", "ownership"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
     is_unit = functools.partial(_is_unit, program)

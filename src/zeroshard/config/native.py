@@ -23,7 +23,13 @@ from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, LossScaler, Precision, dtype_name
-from zeroshard.core.shares import check_batch_shares, check_shares, split_batch, unequal
+from zeroshard.core.shares import (
+    Ownership,
+    check_batch_shares,
+    check_shares,
+    split_batch,
+    unequal,
+)
 from zeroshard.core.sizes import any_of, budget_bytes
 from zeroshard.core.tree import Tree, deal
 from zeroshard.core.wire import CODEC_BITS
@@ -62,6 +68,11 @@ class Config(Strict):
         default=None,
         description="The share of what is sharded that each data parallel rank keeps, numbers that"
         " sum to 1; memory follows their free memory, auto measures them (default: equal).",
+    )
+    ownership: Ownership | None = Field(
+        default=None,
+        description="whole: each rank owns whole parameters of what is sharded, as steps need that"
+        " go by their norms or matrices (default: parts of equal size).",
     )
     comm: Comm = Field(default=Comm(), description="How bytes travel.")
     loss_scale: LossScale | None = Field(
@@ -196,10 +207,15 @@ class Config(Strict):
             raise ValueError(
                 f"stage={self.stage} and policy={name!r} were both given: one of them decides"
             )
-        if self.policy == AUTO and (self.shares is not None or self.offload.by_rank):
+        uneven = self.shares is not None or self.ownership is not None
+        if self.policy == AUTO and (uneven or self.offload.by_rank):
             raise ValueError(
-                "policy='auto' plans ranks that are alike, without shares or tiers per rank: name a"
-                " row"
+                "policy='auto' plans ranks that are alike, without shares, ownership or tiers per"
+                " rank: name a row"
+            )
+        if self.shares is not None and self.ownership is not None:
+            raise ValueError(
+                "shares and ownership both say what each rank owns: leave one of them out"
             )
         return self
 
@@ -429,6 +445,7 @@ class ShardOptions(TypedDict, total=False):
     precision: str | Precision | None
     offload: Offload | dict[str, Any] | None
     shares: Sequence[float] | Literal["memory", "auto"] | None
+    ownership: Ownership | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

@@ -23,12 +23,14 @@ arithmetic: the same on every rank. Cost: O(ranks) per segment, no table of bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
-from zeroshard.core.layout import ALIGN, Layout
+from zeroshard.core.layout import ALIGN, Layout, round_up
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
@@ -83,6 +85,7 @@ def split_batch(batch_size: int, shares: Sequence[float]) -> list[int]:
 # ------------------------------------------------------------------------------------------- shares
 
 Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
+Ownership = Literal["whole"]  # in their place: ranks own parameters whole
 
 _SMALLEST = 10**9  # parts of one that numbers are rounded to: 0.1 is a tenth
 _SLACK = 1e-6  # of the sum of numbers that are written with a few digits
@@ -141,15 +144,67 @@ def deal(shares: Shares, dealt: Sequence[int], num_blocks: int) -> tuple[int, ..
     return tuple(after - before for after, before in zip(goal, dealt, strict=True))
 
 
+def whole_shares(segments: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how much of each of `segments` every rank gets where ranks own parameters whole.
+
+    A segment is given by the sizes of its parameters, in order, and `order` is that of the ranks'
+    ranges in a segment. Every rank gets neighbours of a segment, perhaps none, so that all ranks
+    have much the same in the end: the segments with the largest parameters are dealt out first
+    (longest processing time, Graham 1969), and a segment is poured over the ranks that have least,
+    up to one level. A parameter goes to the rank with the part of it that its middle lies in.
+    """
+    loads, shares = [0] * len(order), [tuple[int, ...]()] * len(segments)
+    for at in sorted(range(len(segments)), key=lambda at: (-max(segments[at], default=0), at)):
+        sizes, whole = segments[at], sum(segments[at])
+        filled, sums = sorted(loads), [0, *accumulate(sorted(loads))]
+        # the most ranks that are all filled to one level by it
+        num = max(n for n in range(1, len(order) + 1) if filled[n - 1] * n - sums[n] <= whole)
+        level = -(-(whole + sums[num]) // num)
+        ends = list(accumulate(max(level - loads[rank], 0) for rank in order))
+        got, begin = [0] * len(order), 0
+        for size in sizes:
+            # the middle of the parameter, on the line of all dues, times 2 * whole
+            middle = (2 * begin + size) * ends[-1]
+            place = bisect_right(ends, middle // (2 * whole)) if whole else 0
+            got[order[min(place, len(order) - 1)]] += size
+            begin += size
+        loads = [load + more for load, more in zip(loads, got, strict=True)]
+        shares[at] = tuple(got)
+    return shares
+
+
 @dataclass
 class Dealer:
     """Lays out the segments of a model, one after another, over ranks with `shares`, None: equal
     ones. Segments of one kind (dtype, trained or not) share a count, so that the bytes of every
-    state follow the shares.
+    state follow the shares. Ranks that own parameters whole get `cuts` (`whole_cuts`).
     """
 
     shares: Shares | None = None
+    cuts: dict[Hashable, list[tuple[int, ...]]] | None = None  # elements, by kind, last one first
     _dealt: dict[Hashable, list[int]] = field(default_factory=dict)  # blocks, by kind
+
+    @classmethod
+    def of_whole(
+        cls,
+        segments: Iterable[tuple[Hashable, Sequence[tuple[str, tuple[int, ...]]]]],
+        mesh: Mesh,
+        *,
+        align: int = ALIGN,
+        order: Sequence[int] = (),
+    ) -> Dealer:
+        """Return a dealer of whole parameters; `segments` are all, by kind, in order. Each rank
+        gets as much as the one of its place in `order` would (default: itself).
+        """
+        by_kind: dict[Hashable, list[list[int]]] = {}
+        for kind, named_shapes in segments:
+            sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
+            by_kind.setdefault(kind, []).append(sizes)
+        cuts: dict[Hashable, list[tuple[int, ...]]] = {}
+        for kind, all_sizes in by_kind.items():
+            dealt = whole_shares(all_sizes, mesh.column_order)[::-1]
+            cuts[kind] = [tuple(one[rank] for rank in order or range(mesh.size)) for one in dealt]
+        return cls(None, cuts)
 
     def layout(
         self,
@@ -160,6 +215,8 @@ class Dealer:
         align: int = ALIGN,
     ) -> Layout:
         """Return the layout of the next segment, which is of `kind`."""
+        if self.cuts is not None:
+            return Layout.build(named_shapes, mesh, align=align, shares=self.cuts[kind].pop())
         if self.shares is None:
             return Layout.build(named_shapes, mesh, align=align)
         dealt = self._dealt.setdefault(kind, [0] * mesh.size)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import update_wrapper
@@ -31,7 +32,7 @@ from torch import nn
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import undisturbed
 
-_TRIAL_NUMEL = 64
+_TRIAL_SHAPE = (8, 8)  # some rules take matrices alone
 _TRIAL_STEPS = 2  # some rules make a buffer at the second step only
 
 
@@ -145,31 +146,32 @@ def state_after_trial(
 
     Raises whatever a step with these options raises.
     """
-    parameter = nn.Parameter(torch.ones(_TRIAL_NUMEL, dtype=dtype, device=device))
+    parameter = nn.Parameter(torch.ones(_TRIAL_SHAPE, dtype=dtype, device=device))
     own = _options(options, off_device=device.type != home.type)
     with undisturbed(device), torch.enable_grad():
-        return _step_copy(optimizer, own, parameter, [torch.ones_like(parameter)] * _TRIAL_STEPS)
+        grads = [torch.ones_like(parameter)] * _TRIAL_STEPS
+        return _step_copy(optimizer, own, {parameter: grads})[0]
 
 
 def _step_copy(
     optimizer: torch.optim.Optimizer,
     options: dict[str, Any],
-    parameter: nn.Parameter,
-    grads: Iterable[torch.Tensor],
+    gradients: Mapping[nn.Parameter, Iterable[torch.Tensor]],
     state: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Step a `parameter` of ours with each of `grads` by a copy of `optimizer`, in a param group of
-    `options`, from `state` on; return its state afterwards.
+) -> list[dict[str, Any]]:
+    """Step parameters of ours with each of their `gradients` by a copy of `optimizer`, in a param
+    group of `options`, the first one from `state` on; return their states afterwards.
     """
-    clone = bare_copy(optimizer)
-    clone.param_groups = [{**copy.deepcopy(options), "params": [parameter]}]
-    clone.state = defaultdict(dict, {parameter: state} if state else {})
+    clone, parameters = bare_copy(optimizer), list(gradients)
+    clone.param_groups = [{**copy.deepcopy(options), "params": parameters}]
+    clone.state = defaultdict(dict, {parameters[0]: state} if state else {})
     set_training(clone)
     step = unhooked_step(type(clone))
-    for grad in grads:
-        parameter.grad = grad.view(parameter.shape).clone()
+    for grads in zip(*gradients.values(), strict=True):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.view(parameter.shape).clone()
         step(clone)
-    return dict(clone.state[parameter])
+    return [dict(clone.state[parameter]) for parameter in parameters]
 
 
 def fitted_state(state: Mapping[str, Any], trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,6 +292,8 @@ KEPT_STATES = (
     " torch.tensor(0.0), and numbers, or take torch.optim.AdamW"
 )
 _REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
+_WHOLE = "give each rank whole parameters, with shard(ownership='whole')"
+_BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 
 # The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout
 # cuts it: on multiples of 64, unevenly (so that the blocks of a blockwise rule do not happen to
@@ -305,9 +309,9 @@ _MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
 _SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
     """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on
-    the whole.
+    the whole; where each rank owns `whole` ones, on some parameters as on all.
 
     Classes of torch.optim are known by name. Any other class, subclasses of the known ones
     included, is probed with the options of each param group: eight steps on one parameter whole,
@@ -315,9 +319,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """
     name = type(optimizer).__qualname__
     for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused):
-            raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {_REMEDY}")
-    if type(optimizer) in ELEMENTWISE:
+        if isinstance(optimizer, refused) and not (whole and refused in _BY_PARAMETER):
+            instead = f"{_WHOLE}, or {_REMEDY}" if refused is torch.optim.Muon else _REMEDY
+            raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {instead}")
+    if is_elementwise(optimizer):
         return
     _check_step(optimizer, name)
     probed: list[str] = []
@@ -327,7 +332,13 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
         if options not in probed:
             probed.append(options)
-            _probe(optimizer, index, f"optimizer {name} (param group {index})")
+            probe = _probe_whole if whole else _probe
+            probe(optimizer, index, f"optimizer {name} (param group {index})")
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is known to step each element by itself."""
+    return type(optimizer) in ELEMENTWISE
 
 
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -432,7 +443,7 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
                 own[key] = torch.full(shape, first, dtype=value.dtype, device=device)
             else:
                 own[key] = copy.deepcopy(value)
-        _step_copy(optimizer, options, parameter, grads[:, start:stop], own)
+        _step_copy(optimizer, options, {parameter: grads[:, start:stop]}, own)
         return parameter.detach().reshape(-1)
 
     with undisturbed(device):
@@ -464,8 +475,52 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
             raise ConfigError(
                 f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()}"
                 f" elements of a parameter of shape {shape} came out differently when it was"
-                f" stepped in pieces, as ZeRO does; {_REMEDY}"
+                f" stepped in pieces, as ZeRO does; {_REMEDY}, or {_WHOLE}"
             )
+
+
+def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
+    """Raise ConfigError unless two parameters end with the same bits alone and together, under the
+    options of param group `index`, and with states that can be cut.
+    """
+    options = _options(optimizer.param_groups[index], off_device=False)
+    values, grads = _numbers(torch.device("cpu"))
+
+    def steps(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return parameters of these shapes after the steps, beside one another."""
+        own = {}
+        for shape in shapes:
+            numel = math.prod(shape)
+            own[nn.Parameter(values[:numel].reshape(shape).clone())] = grads[:, :numel]
+        for parameter, state in zip(own, _step_copy(optimizer, options, own), strict=True):
+            for key, value in state.items():
+                is_cut = isinstance(value, torch.Tensor) and value.numel() != 1
+                if is_cut and value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"{name} cannot be sharded: its state {key!r} of a parameter of shape"
+                        f" {tuple(parameter.shape)} has shape {tuple(value.shape)};"
+                        f" {KEPT_STATES}"
+                    )
+        return [parameter.detach() for parameter in own]
+
+    dims = {min(p.dim(), 4) for p in optimizer.param_groups[index]["params"]} - {0}
+    with undisturbed(torch.device("cpu")):
+        for dim in sorted(dims):
+            pair = (24, 16, 3, 3)[:dim], (8, 40, 3, 3)[:dim]
+            try:
+                together, alone = steps(*pair), [steps(shape)[0] for shape in pair]
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sharded: a trial step on parameters of {dim} dimension(s)"
+                    f" raised {type(error).__name__}: {error}"
+                ) from error
+            if not all(map(torch.equal, together, alone)):
+                raise ConfigError(
+                    f"{name} goes by numbers of all parameters together: in {_NUM_STEPS} trial"
+                    f" steps one came out otherwise beside another; {_REMEDY}"
+                )
 
 
 def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

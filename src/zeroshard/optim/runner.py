@@ -70,6 +70,7 @@ class StepOptions:
     into_forward: bool = False  # the next forward may begin: its units wait for their own tiles
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
     timed: bool = False  # measure both parts of a step, with the way of the last weights back
+    whole: bool = False  # parameters are owned whole, so rules that go by matrices may step
     trimmer: Trimmer = field(default_factory=lambda: Trimmer(None))
     probe: Probe = field(default_factory=Probe)  # of tiles stepped and waited for
 

@@ -2,8 +2,8 @@
 
 ZeRO, section 5.1: each rank updates the optimizer states of its partition alone. Every param group
 keeps its options, its order, its identity; only its ``params`` change: to this rank's shards of the
-same parameters, in the same order. So any elementwise ``torch.optim`` class, any LR scheduler and
-``zero_grad()`` keep working. A rank that owns nothing of a group holds one empty shard there.
+same parameters, in the same order (one empty shard, where it owns nothing), so any elementwise
+class, LR scheduler and ``zero_grad()`` keep working; others step whole parameters in their shapes.
 
 A step is a list of tiles (optim/shards.py). The user's own step takes those that are his; it finds
 the shards of the others without a gradient and passes over them, and the runner takes those
@@ -29,11 +29,11 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import HiddenMethod, check_elementwise, modes_of, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
-from zeroshard.optim.tiles import PartialState, TileStates
+from zeroshard.optim.tiles import PartialState, TileStates, fitted_grad
 from zeroshard.state.local import local_of
 
 _INTERRUPTED = (
@@ -139,9 +139,11 @@ class ShardedOptimizer:
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
         self._empty: list[nn.Parameter | None] = []
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
-        self._around_step = around_step
-        self._part = part
-        self._device = options.device
+        self._around_step, self._part = around_step, part
+        self._device, self._shapes = (
+            options.device,
+            options.whole and not is_elementwise(optimizer),
+        )
         self._handles: list[Any] = []
         self._step = _OptimizerStep()
 
@@ -152,7 +154,7 @@ class ShardedOptimizer:
         cannot be cut.
         """
         optimizer = self.optimizer
-        check_elementwise(optimizer)
+        check_rule(optimizer, whole=self._shapes)
         self.parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._take(tiles)
         new_state: dict[torch.Tensor, dict[str, Any]] = {}
@@ -437,6 +439,8 @@ class ShardedOptimizer:
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
         self._step, self.is_cut_off = _OptimizerStep(), False
+        if self._shapes:
+            self.states.reshape(self._groups, self._entries, whole=False)
         self.clear()
 
     def _before(
@@ -498,11 +502,13 @@ class ShardedOptimizer:
         if take:
             self._succeeds(partial(self.runner.start, self.tiles, failed=failed))
         self._step.is_broken = False
+        if self._shapes:
+            self.states.reshape(self._groups, self._entries, whole=True)
         for tile in self.tiles:
             takes = take and tile.method is StepMethod.BY_USER
             grads = tile.gradients() if takes else [None] * len(tile.shards)
             for shard, grad in zip(tile.shards, grads, strict=True):
-                shard.tensor.grad = grad
+                shard.tensor.grad = fitted_grad(shard, grad) if self._shapes else grad
         for empty in self._empty:
             if empty is not None:
                 empty.grad = None
@@ -525,6 +531,8 @@ class ShardedOptimizer:
             return
         self._step = _OptimizerStep()
         self.num_finished += 1
+        if self._shapes:
+            self.states.reshape(self._groups, self._entries, whole=False)
         self._succeeds(self.runner.end_own)
         self.seal()
         self._around_step.after_step(late=self.runner.was_late)

@@ -22,7 +22,25 @@ from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
 from zeroshard.optim.copies import state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.state.local import local_of
 from zeroshard.state.state import State
+
+
+def fitted_grad(shard: ParamShard, flat: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the `flat` gradient of `shard` in the shape that its tensor has now."""
+    if flat is None or flat.shape == shard.tensor.shape:
+        return flat
+    return _shaped(shard, flat)
+
+
+def _shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
+    shape = local_of(shard.parameter).shape
+    return flat.as_strided(shape, shard.stride, flat.storage_offset())
+
+
+def _flattened(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
+    order = sorted(range(tensor.dim()), key=lambda dim: -shard.stride[dim])
+    return tensor.permute(order).reshape(-1)
 
 
 class TileStates:
@@ -121,6 +139,32 @@ class TileStates:
                 *tile.moments_range, write=True
             ) as room:
                 room.copy_(numbers)
+
+    def reshape(
+        self,
+        groups: Sequence[Sequence[ParamShard]],
+        entries: Sequence[Sequence[torch.Tensor]],
+        *,
+        whole: bool,
+    ) -> None:
+        """Show the optimizer the shards of its `groups`, which are whole parameters, and their
+        state in the shapes of these, and no empty ones; or make them flat again, and show all
+        `entries`. They lose their gradients.
+        """
+        for group, shown, shards in zip(self._optimizer.param_groups, entries, groups, strict=True):
+            group["params"] = [*shown] if shards or not whole else []
+            for shard in shards:
+                tensor, shape = shard.tensor, local_of(shard.parameter).shape
+                if (tensor.shape == shape) is whole:
+                    continue
+                before = tensor.shape
+                tensor.grad = None
+                change = _shaped if whole else _flattened
+                tensor.data = change(shard, tensor.data)
+                state = self.of(shard)
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == before:
+                        state[key] = change(shard, value)
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
         """Return what of the state of a shard has a number per element."""

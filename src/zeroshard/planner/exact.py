@@ -22,7 +22,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared, splits
 from zeroshard.core.route import Axis, Kind, Route, Routes, routes
-from zeroshard.core.shares import Dealer, Shares
+from zeroshard.core.shares import Dealer, Ownership, Shares
 from zeroshard.core.sizes import UnitGradient, resting_whole
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
@@ -94,18 +94,26 @@ Placed = tuple[LaidOutGroup, DeviceCut, Cells]
 @dataclass(frozen=True)
 class LaidOut:
     """A model's units on a mesh; ranks own `shares` (None: equal ones), cut on multiples of
-    `align` elements.
+    `align` elements. Where they own whole parameters, each owns what that of its place in `order`
+    does on the mesh (default: itself).
     """
 
     model: ModelShape
     mesh: Mesh
     align: int = ALIGN
-    shares: Shares | None = None
+    shares: Shares | Ownership | None = None
+    order: tuple[int, ...] = ()
 
     @cached_property
     def groups(self) -> tuple[LaidOutGroup, ...]:
         """The groups of all units, one set for equal units."""
-        counts, dealer = Counter(self.alike), Dealer(self.shares)
+        counts = Counter(self.alike)
+        if self.shares == "whole":
+            groups = [one for unit in self.model.units for one in unit.groups]
+            segments = (((one.dtype, one.trained), one.shapes) for one in groups)
+            dealer = Dealer.of_whole(segments, self.mesh, align=self.align, order=self.order)
+        else:
+            dealer = Dealer(self.shares)
         return tuple(
             LaidOutGroup(group, layout, counts[number], number)
             for number in dict.fromkeys(self.alike)

@@ -270,12 +270,12 @@ def plan_and_print(
     from zeroshard.planner.rows import plan_uneven
 
     shares: Any = arguments.shares
-    if shares not in (None, "memory", "auto"):
+    if shares not in (None, "memory", "auto", "whole"):
         try:
             shares = [float(text) for text in shares.split(",")]
         except ValueError:
             raise UsageError(
-                f"plan: --shares {shares!r} is not numbers such as 0.1,0.9, memory or auto"
+                f"plan: --shares {shares!r} is not numbers such as 0.1,0.9, memory, auto or whole"
             ) from None
     rows = plan_uneven(model, machine, training, shares=shares, gpu_memory=memories)
     if arguments.json:

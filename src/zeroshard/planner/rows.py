@@ -5,7 +5,7 @@ that are not alike, in bytes of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeroshard.core.placement import Scope, Tier
@@ -233,7 +233,8 @@ def describe_row(row: PlannedRow) -> str:
 #
 # `shares` are numbers per rank, "memory" (in proportion to the memories, as ``zs.shard`` takes it)
 # or "auto": in proportion to what each memory has left beside all that is no share, which a rank
-# needs whatever it owns (gathered units, buffers, activations); other shares for every row.
+# needs whatever it owns (gathered units, buffers, activations); other shares for every row; or
+# "whole": ranks own whole parameters (``ownership="whole"``).
 #
 # Bytes at rest and on the wire are exact, as in exact.py; a rank's peak is rank 0's on the same
 # mesh with the ranks renamed so that it comes first. Times are not planned: every rank gathers and
@@ -292,9 +293,9 @@ def plan_uneven(
         raise ConfigError(f"gpu_memory per rank has no effect on {machine.name}, which is a host")
     if len(room) != gpus:
         raise ConfigError(f"gpu_memory is given for {len(room)} GPUs, and there are {gpus}")
-    if isinstance(shares, str) and shares not in ("memory", "auto"):
+    if isinstance(shares, str) and shares not in ("memory", "auto", "whole"):
         raise ConfigError(
-            f"shares={shares!r} is not a list of a number per GPU, 'memory' or 'auto'"
+            f"shares={shares!r} is not a list of a number per GPU, 'memory', 'auto' or 'whole'"
         )
     if shares is not None and not isinstance(shares, str):
         if len(shares) != gpus:
@@ -304,9 +305,18 @@ def plan_uneven(
                 f"shares={list(shares)} sum to {sum(shares):.7g}: shares are 0 or more and sum to 1"
             )
 
-    def first_rank(policy: Policy, numbers: Sequence[float], memory: int) -> UnevenRank:
-        """Plan the first of ranks with the shares `numbers`."""
+    def first_rank(
+        policy: Policy, numbers: Sequence[float], memory: int, order: tuple[int, ...] = ()
+    ) -> UnevenRank:
+        """Plan the first of ranks with the shares `numbers`, or that own whole parameters, in this
+        `order`.
+        """
         laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
+        if shares == "whole":
+            laid_out = replace(laid_out, shares="whole", order=order)
+            whole = sum(one.layout.numel for one in laid_out.groups)
+            own = sum(one.layout.shares[0] for one in laid_out.groups)
+            numbers = [round(own / whole, _DIGITS)]
         plan = RanksPlan(laid_out, machine, training)
         row, links = plan.worst(policy), plan.traffic(0, policy)
         at_rest = {tier.value: size for tier, size in sum_by_tier(row.rest.values()).items()}
@@ -321,8 +331,7 @@ def plan_uneven(
             needed = first_rank(policy, nothing, room[0]).peak_bytes["device"]
             left = [max(0, memory - needed) for memory in room]
             numbers = _rounded(left if any(left) else room)
-        elif shares is not None:
-            assert not isinstance(shares, str)
+        elif shares is not None and not isinstance(shares, str):
             numbers = shares
         known: dict[object, UnevenRank] = {}
         ranks, size = [], machine.mesh.node_size
@@ -332,10 +341,11 @@ def plan_uneven(
             nodes, locals_ = list(range(machine.mesh.num_nodes)), list(range(size))
             nodes[0], nodes[node] = nodes[node], nodes[0]
             locals_[0], locals_[local] = locals_[local], locals_[0]
-            mine = [numbers[one * size + place] for one in nodes for place in locals_]
-            key = (tuple(mine), room[rank])
+            order = tuple(one * size + place for one in nodes for place in locals_)
+            mine = [numbers[other] for other in order]
+            key = (tuple(mine), room[rank], rank if shares == "whole" else 0)
             if key not in known:
-                known[key] = first_rank(policy, mine, room[rank])
+                known[key] = first_rank(policy, mine, room[rank], order)
             ranks.append(known[key])
         peaks = [rank.peak_bytes for rank in ranks]
         short = [

@@ -23,7 +23,7 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.schedule import Rules, Schedule
 from zeroshard.core.schedule.rules import is_ordered
-from zeroshard.core.shares import Dealer
+from zeroshard.core.shares import Dealer, Ownership, Shares
 from zeroshard.core.sizes import UnitGradient
 from zeroshard.errors import StateError
 from zeroshard.memory import Trimmer, return_freed_memory
@@ -117,16 +117,16 @@ def plan_units(plans: Sequence[UnitPlan], context: Context) -> PlannedUnits:
     """Return where the segments of `plans` are to rest. Nothing is changed; raises StorageError, on
     every rank, where another tier has no room for weights and masters.
     """
-    dealer = Dealer(context.options.shares)
+    options = context.options
+    dealer = dealer_of(plans, context.mesh, context.dtypes, options.shares, options.codecs.align)
     groups: list[list[SegmentPlan]] = []
     for plan in plans:
         own, cells = context.of(plan.pattern), context.policy.cells(plan.name)
         groups.append([])
         for kind, members in _groups(plan, context.dtypes).items():
             key = f"{plan.name}:{dtype_name(kind[0])}{'' if kind[1] else ':frozen'}"
-            shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
             align, rank = context.options.codecs.align, own.transport.rank
-            layout = dealer.layout(shapes, own.mesh, kind=kind, align=align)
+            layout = dealer.layout(_shapes(members), own.mesh, kind=kind, align=align)
             groups[-1].append(SegmentPlan(key, plan.name, members, *kind, cells, layout, rank))
     segments = [segment for group in groups for segment in group]
     found = _split(segments, context)
@@ -166,6 +166,25 @@ def build_units(
     return units
 
 
+def dealer_of(
+    plans: Sequence[UnitPlan],
+    mesh: Mesh,
+    dtypes: Dtypes,
+    shares: Shares | Ownership | None,
+    align: int,
+) -> Dealer:
+    """Return the dealer of the segments of `plans`, in order, over ranks with `shares`."""
+    if shares != "whole":
+        return Dealer(shares)
+    groups = (group for plan in plans for group in _groups(plan, dtypes).items())
+    segments = ((kind, _shapes(members)) for kind, members in groups)
+    return Dealer.of_whole(segments, mesh, align=align)
+
+
+def _shapes(members: Mapping[str, nn.Parameter]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(local_of(parameter).shape)) for name, parameter in members.items()]
+
+
 def _groups(
     plan: UnitPlan, dtypes: Dtypes
 ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
@@ -192,8 +211,7 @@ def gradient_bytes(
     whole = part = 0
     for (dtype, trainable), members in _groups(plan, dtypes).items():
         if trainable:
-            shapes = [(name, tuple(local_of(p).shape)) for name, p in members.items()]
-            layout = dealer.layout(shapes, mesh, kind=(dtype, trainable), align=align)
+            layout = dealer.layout(_shapes(members), mesh, kind=(dtype, trainable), align=align)
             itemsize = precision.at(dtype).accumulate.itemsize
             whole += layout.numel * itemsize
             part += max(layout.held(rank, cell) for rank in range(mesh.size)) * itemsize
@@ -478,6 +496,7 @@ def step_settings(
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
+        whole=context.options.shares == "whole" and not tiering.away,
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )

@@ -267,7 +267,9 @@ def _make_tiering(request: ShardRequest, mesh_axes: MeshAxes, device: torch.devi
     fractions, automatic, least = offload.fractions(), offload.fraction == "auto", 0.0
     if automatic:
         share = (
-            1 / mesh_axes.size if request.shares is None else float(request.shares[mesh_axes.rank])
+            float(request.shares[mesh_axes.rank])
+            if isinstance(request.shares, tuple)
+            else 1 / mesh_axes.size
         )
         if device.type != "cpu" and share:  # what half of the free memory cannot hold
             free, _ = Device.of(device).mem_get_info()

@@ -16,7 +16,7 @@ from zeroshard.config import Config
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import check_elementwise
+from zeroshard.optim.copies import check_rule, is_elementwise
 from zeroshard.optim.sharded import check_parameters
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
@@ -27,7 +27,9 @@ from zeroshard.system.device import Device
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config | None = None
+) -> None:
     """Raise ConfigError for a model or an optimizer that cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -70,7 +72,19 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
-    check_elementwise(optimizer)
+    check_rule(optimizer, whole=settings is not None and settings.ownership is not None)
+    if settings is not None:
+        check_whole_steps(optimizer, settings)
+
+
+def check_whole_steps(optimizer: torch.optim.Optimizer, settings: Config) -> None:
+    """Raise ConfigError for an optimizer of whole parameters that would be stepped in parts."""
+    if settings.ownership and settings.offload.away and not is_elementwise(optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__qualname__} steps whole parameters on the device, and"
+            " offload rests them elsewhere in parts: leave offload out, or take an elementwise"
+            " optimizer, for example torch.optim.AdamW"
+        )
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -255,6 +269,11 @@ def check_per_rank(settings: Config, world: int, mesh_axes: MeshAxes) -> None:
         raise ConfigError(
             f"shares has no effect with policy={policies[0].name!r}: every rank keeps everything;"
             " take zero1, zero2 or zero3"
+        )
+    if settings.ownership is not None and (mesh_axes.own or mesh_axes.dims.others):
+        raise ConfigError(
+            f"ownership={settings.ownership!r} deals out the parameters of data parallel ranks, and"
+            " this mesh has other axes or mesh_of: leave ownership out"
         )
     if isinstance(shares, str) and mesh_axes.dims.others:
         raise ConfigError(

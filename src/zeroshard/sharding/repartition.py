@@ -55,6 +55,7 @@ from zeroshard.runtime.ema import averages_of, updates_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters
 from zeroshard.runtime.segment_states import states_at_rest
+from zeroshard.sharding.checks import check_whole_steps
 from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of
 
@@ -329,6 +330,8 @@ class Repartition:
                         " again"
                     )
                 request = changed_request(self._request, settings, mesh_axes)
+                if engine.optimizer is not None:
+                    check_whole_steps(engine.optimizer, request.settings)
                 cells = request.settings.resolved_policy().all_cells
                 if averages_of(engine) and {one.optim.tier for one in cells} != {Tier.DEVICE}:
                     raise ConfigError(

@@ -28,11 +28,11 @@ from zeroshard.core.digest import digest_of, holders
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.shares import Dealer, Shares, shares_of
+from zeroshard.core.shares import Ownership, Shares, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
-from zeroshard.runtime.build import compute_dtypes, gradient_bytes
+from zeroshard.runtime.build import compute_dtypes, dealer_of, gradient_bytes
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
 from zeroshard.sharding import checks
@@ -144,7 +144,7 @@ def settings_report(settings: Config, mesh_axes: MeshAxes, node_size: int | None
     """Return the settings that must be equal on all ranks, in order of importance."""
     report = {
         "policy": settings.at(mesh_axes.rank).resolved_policy().name,
-        "shares": str(settings.shares),
+        "shares": str(settings.ownership or settings.shares),
         "precision": settings.resolved_precision().describe(),
         "comm": settings.comm.model_dump_json(),
         "comm.node_size": str(node_size),
@@ -192,7 +192,7 @@ class ShardRequest:
     settings: Config  # with this rank's own tiers
     common: Config  # as it was given, the same on every rank
     policy: Policy  # the row in force: gradients rest whole as far as the budget goes
-    shares: Shares | None  # of the data parallel ranks; None: equal
+    shares: Shares | Ownership | None  # of the data parallel ranks; None: equal
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -250,7 +250,7 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
         raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                           " other axes or mesh_of: name a row")  # fmt: skip
     refuse_inside("shard()")
-    checks.check_model(call.model, call.optimizer)
+    checks.check_model(call.model, call.optimizer, settings)
     if settings.policy == AUTO:
         from zeroshard.planner.modules import facts  # and with it the planner
 
@@ -307,7 +307,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
             " replicas along 'tp' must begin alike: build the same model on every rank (same seed)"
         )
     refuse_inside("shard()")
-    checks.check_model(model, call.optimizer)
+    checks.check_model(model, call.optimizer, settings)
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)
@@ -319,7 +319,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     )
     checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     checks.check_renormed(model, plans, dtypes, settings)
-    cut = None if shares is None else shares_of(shares)
+    cut = settings.ownership or (None if shares is None else shares_of(shares))
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
@@ -341,8 +341,8 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
     checks.check_codecs(request.model, request.dtypes, settings)
     checks.check_renormed(request.model, request.plans, request.dtypes, settings)
-    shares = request.shares
-    if not isinstance(common.shares, str):
+    shares = common.ownership or request.shares
+    if not (common.ownership or isinstance(common.shares, str)):
         shares = None if common.shares is None else shares_of(common.shares)
     return replace(
         request,
@@ -374,7 +374,7 @@ def _rank_settings(common: Config, mesh_axes: MeshAxes) -> tuple[Config, Mesh, i
 
 def _budgeted(
     settings: Config,
-    shares: Shares | None,
+    shares: Shares | Ownership | None,
     plans: list[UnitPlan],
     mesh: Mesh,
     mesh_axes: MeshAxes,
@@ -388,12 +388,13 @@ def _budgeted(
         return policy
     assert isinstance(budget, int), budget  # Config has read it
     meshes = {own.pattern: own.holders.mesh(mesh) for own in mesh_axes.own} | {"": mesh}
+    align = settings.comm.codecs().align
     sizes_of = partial(
         gradient_bytes,
         dtypes=dtypes,
         precision=settings.resolved_precision(),
-        dealer=Dealer(shares),
-        align=settings.comm.codecs().align,
+        dealer=dealer_of(plans, mesh, dtypes, shares, align),
+        align=align,
     )
     sizes = [sizes_of(plan, policy.cells(plan.name).grad, meshes[plan.pattern]) for plan in plans]
     resting = resting_whole(sizes, budget)

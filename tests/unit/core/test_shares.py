@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh, Portion, Scope
-from zeroshard.core.shares import Dealer, Shares, deal, shares_of
+from zeroshard.core.shares import Dealer, Shares, deal, shares_of, whole_shares
 
 WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any)
 SEGMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
@@ -85,6 +85,36 @@ def test_equal_shares_are_the_layout_without_shares(
     named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
     mesh = Mesh(1, ranks)
     assert Dealer(None).layout(named, mesh, kind="any") == Layout.build(named, mesh)
+
+
+def test_ranks_that_own_whole_parameters_of_a_transformer_have_much_the_same() -> None:
+    width, vocabulary = 4096, 32_000
+    block = [64, *[width * width] * 4, 64, *[4 * width * width] * 3]
+    segments = [[vocabulary * width], *[block] * 32, [64, vocabulary * width]]
+    for world, most in ((2, 1.01), (4, 1.01), (8, 1.04), (16, 1.1), (64, 1.34)):
+        dealt = whole_shares(segments, range(world))
+        loads = [sum(one[rank] for one in dealt) for rank in range(world)]
+        assert max(loads) <= most * sum(loads) / world, world
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=8), st.sampled_from([(1, 3), (2, 2), (2, 3), (1, 5)]))
+def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
+    segments: list[list[tuple[int, ...]]], nodes: tuple[int, int]
+) -> None:
+    mesh = Mesh(*nodes)
+    named = [
+        [(f"{at}.{i}", shape) for i, shape in enumerate(one)] for at, one in enumerate(segments)
+    ]
+    dealer = Dealer.of_whole([("fp32", one) for one in named], mesh)
+    loads, largest = [0] * mesh.size, 0
+    for one in named:
+        layout = dealer.layout(one, mesh, kind="fp32")
+        for rank in range(mesh.size):
+            for piece in layout.pieces_in(layout.ranges[rank]):
+                assert (piece.start, piece.numel) == (0, layout.slots[piece.index].numel)
+        loads = [load + share for load, share in zip(loads, layout.shares, strict=True)]
+        largest = max(largest, *(slot.numel for slot in layout.slots))
+    assert max(loads) <= sum(loads) / mesh.size + 2 * (largest + ALIGN)
 
 
 def test_numbers_mean_what_they_say_and_only_their_proportions_count() -> None:

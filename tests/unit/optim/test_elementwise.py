@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import ELEMENTWISE, HiddenMethod, check_elementwise, shard_state
+from zeroshard.optim.copies import ELEMENTWISE, HiddenMethod, check_rule, shard_state
 
 # -- whole parameters against pieces
 # --------------------------------------------------------------------------------------------------
@@ -316,24 +316,24 @@ def test_what_takes_no_step_with_one_gradient_is_refused_in_words_of_its_own(
     cls: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_elementwise(cls(model_params()))
+        check_rule(cls(model_params()))
 
 
 def test_an_optimizer_with_modes_is_probed_in_training_and_stays_as_it_was() -> None:
     optimizer = Modes(model_params())
-    check_elementwise(optimizer)
+    check_rule(optimizer)
     assert not optimizer.is_training
 
 
 @pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
 def test_known_classes_pass(cls: Any) -> None:
-    check_elementwise(cls(model_params(), lr=1e-3))
+    check_rule(cls(model_params(), lr=1e-3))
 
 
 @pytest.mark.parametrize("cls", [LocalRule, MyAdam, MyAdagrad])
 @pytest.mark.parametrize("lr", [0.0, 1e-3])
 def test_an_unknown_elementwise_class_passes(cls: Any, lr: float) -> None:
-    check_elementwise(cls(model_params(), lr=lr))
+    check_rule(cls(model_params(), lr=lr))
 
 
 @pytest.mark.parametrize("cls", [TrustRatio, MatrixRule, BlockRule, GlobalClip])
@@ -343,7 +343,7 @@ def test_a_rule_that_sees_more_than_an_element_is_refused(cls: Any, lr: float) -
         ConfigError,
         match=rf"{cls.__name__} \(param group 0\) is not elementwise: .* of 32805 elements",
     ):
-        check_elementwise(cls(model_params(), lr=lr))
+        check_rule(cls(model_params(), lr=lr))
 
 
 def test_only_one_of_the_groups_options_need_be_wrong() -> None:
@@ -353,9 +353,9 @@ def test_only_one_of_the_groups_options_need_be_wrong() -> None:
 
     first, second = model_params()
     fine = Switched([{"params": [first], "trust": False}, {"params": [second], "trust": False}])
-    check_elementwise(fine)
+    check_rule(fine)
     with pytest.raises(ConfigError, match="param group 1"):
-        check_elementwise(
+        check_rule(
             Switched([{"params": [first], "trust": False}, {"params": [second], "trust": True}])
         )
 
@@ -373,7 +373,7 @@ def test_known_classes_that_are_not_elementwise_are_refused_with_the_reason(
     cls: Any, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{cls.__name__} cannot be sharded: .*{reason}.*AdamW"):
-        check_elementwise(cls([nn.Parameter(torch.ones(4, 4))], lr=1e-3))
+        check_rule(cls([nn.Parameter(torch.ones(4, 4))], lr=1e-3))
 
 
 def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
@@ -381,7 +381,7 @@ def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
         pass
 
     with pytest.raises(ConfigError, match="MyMuon"):
-        check_elementwise(MyMuon([nn.Parameter(torch.ones(4, 4))]))
+        check_rule(MyMuon([nn.Parameter(torch.ones(4, 4))]))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
 )
 def test_a_class_that_cannot_be_probed_is_refused_and_told_why(cls: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_elementwise(cls(model_params()))
+        check_rule(cls(model_params()))
 
 
 def test_a_wrapper_is_refused_and_cannot_reach_the_users_parameters() -> None:
@@ -403,7 +403,7 @@ def test_a_wrapper_is_refused_and_cannot_reach_the_users_parameters() -> None:
         param.grad = torch.ones_like(param)
     before = [param.detach().clone() for param in params]
     with pytest.raises(ConfigError):
-        check_elementwise(Wrapper(torch.optim.SGD(params, lr=0.1)))
+        check_rule(Wrapper(torch.optim.SGD(params, lr=0.1)))
     assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
 
 
@@ -429,7 +429,7 @@ def test_a_probe_leaves_no_trace() -> None:
         list(optimizer.log),
     )
     rng = torch.get_rng_state()
-    check_elementwise(optimizer)
+    check_rule(optimizer)
     handle.remove()
     assert calls == []
     assert torch.equal(torch.get_rng_state(), rng)
@@ -449,19 +449,19 @@ def test_a_rule_that_draws_random_numbers_is_refused_and_the_generator_restored(
 
     rng = torch.get_rng_state()
     with pytest.raises(ConfigError, match="not elementwise"):
-        check_elementwise(Noisy(model_params()))
+        check_rule(Noisy(model_params()))
     assert torch.equal(torch.get_rng_state(), rng)
 
 
 def test_an_optimizer_over_named_parameters_is_probed_under_a_name_of_ours() -> None:
     model = nn.Linear(3, 2)
     optimizer = MyAdam(model.named_parameters())
-    check_elementwise(optimizer)
+    check_rule(optimizer)
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
 def test_parameters_on_the_meta_device_are_probed_on_the_cpu() -> None:
-    check_elementwise(LocalRule([nn.Parameter(torch.empty(3, 5, device="meta"))]))
+    check_rule(LocalRule([nn.Parameter(torch.empty(3, 5, device="meta"))]))
 
 
 # -- state from before the sharding

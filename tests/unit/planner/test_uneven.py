@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -47,12 +47,15 @@ def test_auto_leaves_room_for_what_is_no_share() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "mics", "hfsdp"])
-def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(name: str) -> None:
-    numbers = (0.05, 0.0, 0.6, 0.35)
+@pytest.mark.parametrize("numbers", [(0.05, 0.0, 0.6, 0.35), "whole"], ids=str)
+def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(
+    name: str, numbers: tuple[float, ...] | Literal["whole"]
+) -> None:
     model, training = describe("100M"), Training("bf16")
     machine = Machine.of("A100-80", gpus=4, node_size=2, network="25GB")
     planned = by_name(plan_uneven(model, machine, training, shares=numbers))[name]
-    laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
+    shares = numbers if numbers == "whole" else shares_of(numbers)
+    laid_out = LaidOut(model, machine.mesh, training.align, shares)
     for rank, one in enumerate(planned.ranks):
         rest = rest_bytes(laid_out, row(name), training, rank)
         exact = sum(sum(by_tier.values()) for by_tier in rest.values())
@@ -61,7 +64,9 @@ def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(name: 
         assert one.rest_bytes["device"] == pytest.approx(exact, abs=units * 64 * 2 * 16)
         moved = traffic_bytes(laid_out, row(name), training, rank=rank).total
         assert one.traffic_bytes == pytest.approx(moved, abs=units * 64 * 2 * 16)
-        assert one.share == numbers[rank]
+        if numbers != "whole":
+            assert one.share == numbers[rank]
+    assert sum(one.share for one in planned.ranks) == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(name: 
     [
         ({"shares": [0.5, 0.4]}, "sum to 0.9"),
         ({"shares": [1.0]}, "shares is given for 1 GPUs, and there are 2"),
-        ({"shares": "speed"}, "'memory' or 'auto'"),
+        ({"shares": "speed"}, "'memory', 'auto' or 'whole'"),
         ({"gpu_memory": [1, 2, 3]}, "gpu_memory is given for 3 GPUs, and there are 2"),
     ],
 )

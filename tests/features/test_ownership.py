@@ -1,0 +1,261 @@
+"""Ranks that own whole parameters (``ownership="whole"``): the bits of every row, and optimizers
+that go by whole parameters with the bits of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from tests.fuzz.optimizers import Hybrid, Lamb
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import train
+from zeroshard.optim.copies import unhooked_step
+
+FLAT_ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
+NODE_ROWS = ("hpz", "mics", "hfsdp")
+STEPS, LEAVES = 4, 12
+
+
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=0.02)
+
+
+def _hybrid(params: Any) -> torch.optim.Optimizer:
+    first, *others = params
+    groups = [{"params": [first], "weight_decay": 0.1}, {"params": others}]
+    return Hybrid(groups, lr=0.02)  # one rank has a part of the first group, the others nothing
+
+
+RULES: dict[str, Any] = {
+    "muon": _muon,
+    "lamb": functools.partial(Lamb, lr=0.01),
+    "hybrid": _hybrid,
+}
+
+
+def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    bias = rule != "muon"  # it takes matrices alone
+    layers = [nn.Linear(40, 72, bias), nn.Tanh(), nn.Linear(72, 72, bias), nn.Linear(72, 24, bias)]
+    model = nn.Sequential(*layers)
+    last = model[3].weight  # it lies column by column
+    model[3].weight = nn.Parameter(last.detach().t().contiguous().t())
+    return model, RULES[rule](model.parameters())
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(LEAVES, 40, generator=torch.Generator().manual_seed(step))
+
+
+def _plain(rule: str, steps: int = STEPS) -> list[torch.Tensor]:
+    """Return the weights after `steps` of torch alone, with the gradients of an engine's leaves."""
+    model, optimizer = _make(rule)
+    reference, _ = _make(rule)
+    engine = zs.shard(reference, stage=0, leaves=LEAVES, units=[nn.Linear])
+    for step in range(steps):
+        with torch.no_grad():
+            for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
+                mine.copy_(its)
+        for leaf in engine.leaves(step):
+            engine.backward(reference(_batch(step)[leaf : leaf + 1]).square().mean())
+        for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
+            its.grad = engine.full_grad(mine)
+        engine.reset()
+        optimizer.step()
+    engine.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _train(
+    rank: int,
+    world: int,
+    rule: str,
+    row: str,
+    steps: int = STEPS,
+    folder: Path | None = None,
+    comm: zs.Comm | None = None,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Train from what `folder` holds, and save there; return all weights, and what this rank owns
+    of each parameter.
+    """
+    model, optimizer = _make(rule)
+    options: Any = {"units": [nn.Linear], "ownership": "whole", "comm": comm}
+    engine, begin = zs.shard(model, optimizer, policy=row, leaves=LEAVES, **options), 0
+    if folder is not None and zs.latest_step(folder) is not None:
+        begin = zs.load(folder, engine).step
+    for step in range(begin, steps):
+        for leaf in engine.leaves(step):
+            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder is not None:
+        zs.save(folder, engine, step=steps)
+    owned = [piece.numel() for group in optimizer.param_groups for piece in group["params"]]
+    full = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    return [full[name] for name, _ in _make(rule)[0].named_parameters()], owned
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_optimizers_of_whole_parameters_have_the_bits_of_one_process(rule: str) -> None:
+    expected, sizes = _plain(rule), {p.numel() for p in _make(rule)[0].parameters()}
+    for world, row in ((1, "zero3"), (2, "zero1"), (2, "zero3"), (3, "zero2"), (3, "zero3-keep")):
+        ranks = run_ranks(world, _train, rule, row)
+        for found, owned in ranks:
+            assert all(map(torch.equal, found, expected)), (world, row)
+            assert set(owned) <= {0, *sizes}
+        assert sum(sum(owned) for _, owned in ranks) == sum(p.numel() for p in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("rule", RULES)
+def test_they_do_in_every_row_with_nodes(rule: str, transport: str) -> None:
+    expected, comm = _plain(rule), zs.Comm(transport=transport, node_size=2)
+    for row in NODE_ROWS:
+        ranks = run_ranks(4, _train, rule, row, STEPS, None, comm)
+        assert all(map(torch.equal, ranks[0][0], expected)), row
+
+
+@pytest.mark.parametrize("rule", ["muon", "lamb"])
+def test_they_go_on_from_a_checkpoint_in_any_row_on_any_number_of_ranks(
+    rule: str, tmp_path: Path
+) -> None:
+    expected = _plain(rule)
+    plan = ((2, "zero3", 1), (3, "zero1", 2), (1, "zero3", 3), (2, "ddp", STEPS))
+    for world, row, steps in plan:
+        ranks = run_ranks(world, _train, rule, row, steps, tmp_path)
+    assert all(map(torch.equal, ranks[0][0], expected))
+
+
+@on_ranks(2)
+def test_an_engine_is_laid_out_anew_between_steps(rank: int, tmp_path: Path) -> None:
+    model, optimizer = _make("lamb")
+    engine = zs.shard(model, optimizer, leaves=LEAVES, units=[nn.Linear], ownership="whole")
+    for step in range(STEPS):
+        for leaf in engine.leaves(step):
+            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with pytest.raises(zs.ConfigError, match="Lamb steps whole parameters on the device"):
+                engine.repartition(offload={"optimizer": "host"})
+            with pytest.raises(zs.ConfigError, match="both say what each rank owns"):
+                engine.repartition(shares=[0.5, 0.5])
+        engine.repartition(stage=(1, 3, 2, 3)[step])
+    full = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    expected = dict(zip(dict(model.named_parameters()), _plain("lamb"), strict=True))
+    assert all(torch.equal(full[name], weight) for name, weight in expected.items())
+
+
+class Raises(Lamb):
+    """LAMB that fails before its end where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        unhooked_step(Lamb)(self)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_a_step_that_raises_is_given_up_and_a_load_goes_on(rank: int, tmp_path: Path) -> None:
+    model, _ = _make("lamb")
+    optimizer = Raises(model.parameters(), lr=0.01)
+    engine = zs.shard(model, optimizer, leaves=LEAVES, units=[nn.Linear], ownership="whole")
+    step, fails = 0, [2]
+    while step < STEPS:
+        for leaf in engine.leaves(step):
+            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+        optimizer.fails = step in fails
+        if step in fails:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            engine.reset()
+            zs.save(tmp_path / "given up", engine, step=1)
+            assert all(
+                piece.dim() == 1 for group in optimizer.param_groups for piece in group["params"]
+            )
+            optimizer.fails = False  # also for the load, which tries out a copy
+            step = zs.load(tmp_path, engine).step
+            fails.clear()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        zs.save(tmp_path, engine, step=step)
+    full = engine.full_state_dict(rank0_only=False)
+    engine.close()
+    names = [name for name, _ in _make("lamb")[0].named_parameters()]
+    assert all(map(torch.equal, [full[name] for name in names], _plain("lamb")))
+
+
+def _rows(
+    rank: int, world: int, rows: tuple[str, ...], cases: list[dict[str, Any]], comm: zs.Comm
+) -> list[str]:
+    expected, out = train(rank, "zero1", STEPS, comm=comm), []
+    for row in rows:
+        for case in cases:
+            run = train(rank, row, STEPS, ownership="whole", **{"comm": comm, **case})
+            out += [f"{row} {case}: {text}" for text in run.differs_from(expected)]
+    return out
+
+
+def test_an_elementwise_optimizer_has_the_bits_of_equal_parts() -> None:
+    offload = {"offload": {"optimizer": "host", "weight": "host", "fraction": 0.5}}
+    cases = [{}, {"comm": zs.Comm(transport="gloo")}]
+    for found in run_ranks(2, _rows, FLAT_ROWS, cases, zs.Comm()):
+        assert found == []
+    for found in run_ranks(2, _rows, ("zero3",), [offload], zs.Comm()):
+        assert found == []
+
+
+def test_and_in_rows_with_nodes() -> None:
+    comm = zs.Comm(node_size=2)
+    for found in run_ranks(4, _rows, NODE_ROWS, [{}], comm):
+        assert found == []
+
+
+class Global(torch.optim.SGD):
+    """Clips by the norm of all that it sees."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grads_with_norm_([p for g in self.param_groups for p in g["params"]], 0.1,
+                                       torch.nn.utils.get_total_norm(grads))  # fmt: skip
+        return super().step(closure)
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (_muon, {}, r"Muon cannot be sharded: .* with shard\(ownership='whole'\)"),
+    (
+        _muon,
+        {"ownership": "whole", "offload": {"optimizer": "host"}},
+        "offload rests them elsewhere",
+    ),
+    (torch.optim.Adafactor, {"ownership": "whole"}, r"its state 'row_var' .* has shape \("),
+    (torch.optim.LBFGS, {"ownership": "whole"}, "dot products over all parameters"),
+    (functools.partial(Global, lr=1), {"ownership": "whole"}, "numbers of all parameters together"),
+    (torch.optim.AdamW, {"ownership": "whole", "shares": [1.0]}, "leave one of them out"),
+    (torch.optim.AdamW, {"ownership": "half"}, "ownership"),
+    (torch.optim.AdamW, {"ownership": "whole", "policy": "auto"}, "without shares, ownership"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "told"), BAD)
+def test_what_cannot_be_owned_is_one_clear_line(
+    make: Any, options: dict[str, Any], told: str
+) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    with pytest.raises(zs.ConfigError, match=told) as error:
+        zs.shard(model, make(model.parameters()), **options)
+    assert "\n" not in str(error.value)
