@@ -482,6 +482,14 @@ def test_a_keeper_of_its_own_stays_while_ranks_may_be_started_again() -> None:
         wait_until(lambda: not keeper.is_there())
 
 
+def test_nothing_is_given_to_a_keeper_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _job(math.inf) as (keeper, _, run_rank):
+        run_rank(1)
+        monkeypatch.setattr(os, "getuid", lambda: -7)  # the name of a keeper can be found out
+        with pytest.raises(zs.CheckpointError, match="is another user's: nothing is kept there"):
+            keeper.put(["/runs", "writer", 0, 1], 1, 2)
+
+
 def test_a_keeper_waits_so_long_for_ranks_that_have_died() -> None:
     with _job(1.0) as (keeper, _, run_rank):
         run_rank(1)

@@ -27,7 +27,6 @@ import resource
 import secrets
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, read_note
+from zeroshard.system.keeper_client import MAX_RECORD, KeptPart, peer_of, read_note
 from zeroshard.system.this_host import raise_file_limit
 
 _PATIENCE_S = 10.0  # for a rank that has connected and says nothing
@@ -117,8 +116,7 @@ class KeeperServer:
             # whatever a rank sends: the others' memory is here
             with connection, contextlib.suppress(Exception):
                 connection.settimeout(_PATIENCE_S)
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                pid, user, _ = struct.unpack("3i", credentials)
+                pid, user = peer_of(connection)
                 if user == os.getuid():
                     try:
                         self._answer(connection, pid)

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -147,6 +148,8 @@ class Keeper:
             with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
                 connection.settimeout(_TIMEOUT_S)
                 connection.connect("\0" + self.address)
+                if peer_of(connection)[1] != os.getuid():  # the name may be known to others
+                    raise CheckpointError(f"{_HOLDER} is another user's: nothing is kept there")
                 socket.send_fds(connection, [json.dumps(request).encode()], files)
                 data, received, flags, _ = socket.recv_fds(
                     connection, MAX_RECORD, 2, socket.MSG_CMSG_CLOEXEC
@@ -163,6 +166,13 @@ class Keeper:
                 os.close(descriptor)
             raise CheckpointError(answer["refused"])
         return answer, received
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user
 
 
 def note_of(part: KeptPart, index: bytes) -> bytes:
