@@ -250,7 +250,7 @@ def _predicted(way: Way, case: Case) -> tuple[int, int]:
             for _ in playback.play(trace, sync=sync):
                 pass
         playback.reduced.wait()
-    return peak.total + peak.host, playback.metered
+    return peak.total + peak.away["host"], playback.metered
 
 
 def _both(
