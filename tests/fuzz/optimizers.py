@@ -25,32 +25,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-class Lamb(torch.optim.Optimizer):
-    """LAMB (You et al., 2019, algorithm 2) without its corrections: by norms of parameters."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["exp_avg"].mul_(0.9).add_(p.grad, alpha=0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
-                update.add_(p, alpha=group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * float(p.norm() / (update.norm() + 1e-9)))
-
-
-class Hybrid(torch.optim.Optimizer):
-    """Muon for matrices and SGD for the others in one optimizer, as Muon's author has published
-    it; it takes no empty parameters.
-    """
+class _ByParameter(torch.optim.Optimizer):
+    """A rule for one parameter at a time, which is never an empty one."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -60,16 +36,46 @@ class Hybrid(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 assert p.numel(), "a rank that owns nothing of a group"
-                if p.grad is None:
-                    continue
-                update = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                update.lerp_(p.grad, 0.1)
-                if p.dim() == 2:
-                    update = update / (update.norm() + 1e-7)
-                    for _ in range(3):  # Newton and Schulz
-                        square = update @ update.T
-                        update = 2 * update - 1.5 * square @ update + 0.5 * square @ square @ update
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def update(
+        self, p: nn.Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_ByParameter):
+    """LAMB (You et al., 2019, algorithm 2) without its corrections: by norms of parameters."""
+
+    def update(
+        self, p: nn.Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["exp_avg"].mul_(0.9).add_(grad, alpha=0.1)
+        state["exp_avg_sq"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+        update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
+        update.add_(p, alpha=group["weight_decay"])
+        p.add_(update, alpha=-group["lr"] * float(p.norm() / (update.norm() + 1e-9)))
+
+
+class Hybrid(_ByParameter):
+    """Muon for matrices and SGD for the others in one optimizer, as Muon's author has published
+    it.
+    """
+
+    def update(
+        self, p: nn.Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        update = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        update.lerp_(grad, 0.1)
+        if p.dim() == 2:
+            update = update / (update.norm() + 1e-7)
+            for _ in range(3):  # Newton and Schulz
+                square = update @ update.T
+                update = 2 * update - 1.5 * square @ update + 0.5 * square @ square @ update
+        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
 # of whole parameters

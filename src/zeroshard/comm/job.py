@@ -34,7 +34,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import sha256
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn
 
@@ -47,7 +46,12 @@ from zeroshard.comm.groups import connected
 from zeroshard.errors import ConfigError, PeerLostError, StallError, ZeroshardError
 from zeroshard.system.device import Device, all_devices
 from zeroshard.system.keeper_client import who_restarts
-from zeroshard.system.this_host import interface_towards, raise_file_limit, rank_variables
+from zeroshard.system.this_host import (
+    interface_towards,
+    raise_file_limit,
+    rank_variables,
+    stat_of,
+)
 
 _log = logging.getLogger("zeroshard")
 _LEAVE_S = 10.0  # how long a rank that ends well waits for its device, and for the others
@@ -390,9 +394,8 @@ def keeper_address() -> str | None:
     if given is not None or (restarter := who_restarts(os.environ)) is None:
         return given
     try:
-        stat = Path(f"/proc/{restarter[0]}/stat").read_text().rpartition(")")[2].split()
-        begun_at = stat[19]
-    except (OSError, IndexError):  # it is gone
+        begun_at = stat_of(restarter[0])[19]
+    except OSError:  # it is gone
         return None
     # the same for all ranks that this process of this host starts for this job, and for no others
     place = (boot_id(), os.getuid(), restarter[0], begun_at, os.environ.get("RAY_JOB_ID"))

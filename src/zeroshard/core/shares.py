@@ -185,17 +185,20 @@ class Dealer:
     _dealt: dict[Hashable, list[int]] = field(default_factory=dict)  # blocks, by kind
 
     @classmethod
-    def of_whole(
+    def of(
         cls,
+        shares: Shares | Ownership | None,
         segments: Iterable[tuple[Hashable, Sequence[tuple[str, tuple[int, ...]]]]],
         mesh: Mesh,
         *,
         align: int = ALIGN,
         order: Sequence[int] = (),
     ) -> Dealer:
-        """Return a dealer of whole parameters; `segments` are all, by kind, in order. Each rank
-        gets as much as the one of its place in `order` would (default: itself).
+        """Return the dealer of `segments`, all of them, by kind, in order. A rank that owns whole
+        parameters gets as much as the one of its place in `order` would (default: itself).
         """
+        if shares != "whole":
+            return cls(shares)
         by_kind: dict[Hashable, list[list[int]]] = {}
         for kind, named_shapes in segments:
             sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]

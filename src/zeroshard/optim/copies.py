@@ -391,7 +391,7 @@ def shard_state(
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.shape == shape and not (value.dim() == 0 and key in _SCALARS):
-                flat = _flatten(value.detach(), stride)[piece_start:piece_stop]
+                flat = flatten(value.detach(), stride)[piece_start:piece_stop]
                 is_half = value.dtype in (torch.bfloat16, torch.float16)
                 piece[key] = flat.to(torch.float32) if is_half else flat.clone()
                 continue
@@ -414,7 +414,10 @@ def shard_state(
     return piece
 
 
-def _flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+def flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
+    """Return the numbers of `tensor` in the order in which a dense `stride` lays them (default:
+    row-major): a view, where they lie so.
+    """
     if stride is None:
         return tensor.reshape(-1)
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim])).reshape(-1)

@@ -140,10 +140,8 @@ class ShardedOptimizer:
         self._empty: list[nn.Parameter | None] = []
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step, self._part = around_step, part
-        self._device, self._shapes = (
-            options.device,
-            options.whole and not is_elementwise(optimizer),
-        )
+        self._device = options.device
+        self._shapes = options.whole and not is_elementwise(optimizer)  # the step sees them whole
         self._handles: list[Any] = []
         self._step = _OptimizerStep()
 

@@ -20,7 +20,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import state_after_trial
+from zeroshard.optim.copies import flatten, state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
@@ -39,8 +39,7 @@ def _shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _flattened(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
-    order = sorted(range(tensor.dim()), key=lambda dim: -shard.stride[dim])
-    return tensor.permute(order).reshape(-1)
+    return flatten(tensor, shard.stride)
 
 
 class TileStates:

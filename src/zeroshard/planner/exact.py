@@ -107,13 +107,12 @@ class LaidOut:
     @cached_property
     def groups(self) -> tuple[LaidOutGroup, ...]:
         """The groups of all units, one set for equal units."""
-        counts = Counter(self.alike)
-        if self.shares == "whole":
-            groups = [one for unit in self.model.units for one in unit.groups]
-            segments = (((one.dtype, one.trained), one.shapes) for one in groups)
-            dealer = Dealer.of_whole(segments, self.mesh, align=self.align, order=self.order)
-        else:
-            dealer = Dealer(self.shares)
+        counts, every = (
+            Counter(self.alike),
+            (one for unit in self.model.units for one in unit.groups),
+        )
+        segments = (((one.dtype, one.trained), one.shapes) for one in every)
+        dealer = Dealer.of(self.shares, segments, self.mesh, align=self.align, order=self.order)
         return tuple(
             LaidOutGroup(group, layout, counts[number], number)
             for number in dict.fromkeys(self.alike)

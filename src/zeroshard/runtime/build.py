@@ -174,11 +174,9 @@ def dealer_of(
     align: int,
 ) -> Dealer:
     """Return the dealer of the segments of `plans`, in order, over ranks with `shares`."""
-    if shares != "whole":
-        return Dealer(shares)
     groups = (group for plan in plans for group in _groups(plan, dtypes).items())
     segments = ((kind, _shapes(members)) for kind, members in groups)
-    return Dealer.of_whole(segments, mesh, align=align)
+    return Dealer.of(shares, segments, mesh, align=align)
 
 
 def _shapes(members: Mapping[str, nn.Parameter]) -> list[tuple[str, tuple[int, ...]]]:

@@ -307,9 +307,16 @@ class MpiTask:
     port: int
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return what proc(5) tells of `pid` in stat, from its state on. Raises OSError where it is
+    gone.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def parent_of(pid: int) -> int:
     """Return the process id of the parent of `pid`. Raises OSError where that is gone."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(stat_of(pid)[1])
 
 
 def starter_of(variable: str) -> int:

@@ -105,7 +105,7 @@ def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
     named = [
         [(f"{at}.{i}", shape) for i, shape in enumerate(one)] for at, one in enumerate(segments)
     ]
-    dealer = Dealer.of_whole([("fp32", one) for one in named], mesh)
+    dealer = Dealer.of("whole", [("fp32", one) for one in named], mesh)
     loads, largest = [0] * mesh.size, 0
     for one in named:
         layout = dealer.layout(one, mesh, kind="fp32")
