@@ -28,7 +28,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from zeroshard.core.layout import ALIGN, Layout, round_up
 from zeroshard.core.placement import Mesh
@@ -85,7 +85,16 @@ def split_batch(batch_size: int, shares: Sequence[float]) -> list[int]:
 # ------------------------------------------------------------------------------------------- shares
 
 Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
-Ownership = Literal["whole"]  # in their place: ranks own parameters whole
+
+
+@dataclass(frozen=True)
+class WholeParameters:
+    """In the place of shares: ranks own parameters whole, but for those with a name in `cut`, which
+    may be cut where that evens the ranks.
+    """
+
+    cut: frozenset[str] = frozenset()
+
 
 _SMALLEST = 10**9  # parts of one that numbers are rounded to: 0.1 is a tenth
 _SLACK = 1e-6  # of the sum of numbers that are written with a few digits
@@ -144,30 +153,41 @@ def deal(shares: Shares, dealt: Sequence[int], num_blocks: int) -> tuple[int, ..
     return tuple(after - before for after, before in zip(goal, dealt, strict=True))
 
 
-def whole_shares(segments: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[int, ...]]:
+def whole_shares(
+    segments: Sequence[Sequence[tuple[int, bool]]], order: Sequence[int], *, align: int = ALIGN
+) -> list[tuple[int, ...]]:
     """Return how much of each of `segments` every rank gets where ranks own parameters whole.
 
-    A segment is given by the sizes of its parameters, in order, and `order` is that of the ranks'
-    ranges in a segment. Every rank gets neighbours of a segment, perhaps none, so that all ranks
-    have much the same in the end: the segments with the largest parameters are dealt out first
-    (longest processing time, Graham 1969), and a segment is poured over the ranks that have least,
-    up to one level. A parameter goes to the rank with the part of it that its middle lies in.
+    A segment is given by its parameters, in order: the size, and whether it may be cut after all,
+    on multiples of `align`. `order` is that of the ranks' ranges in a segment. Every rank gets
+    neighbours of a segment, perhaps none, so that all ranks have much the same in the end: the
+    segments with the largest whole parameters are dealt out first (longest processing time, Graham
+    1969), and a segment is poured over the ranks that have least, up to one level. A whole
+    parameter goes to the rank with the part of it that its middle lies in.
     """
     loads, shares = [0] * len(order), [tuple[int, ...]()] * len(segments)
-    for at in sorted(range(len(segments)), key=lambda at: (-max(segments[at], default=0), at)):
-        sizes, whole = segments[at], sum(segments[at])
+
+    def first(at: int) -> tuple[int, int]:
+        return -max((size for size, may_cut in segments[at] if not may_cut), default=0), at
+
+    for at in sorted(range(len(segments)), key=first):
+        starts = [0, *accumulate(size for size, _ in segments[at])]
+        whole = starts[-1]
         filled, sums = sorted(loads), [0, *accumulate(sorted(loads))]
         # the most ranks that are all filled to one level by it
         num = max(n for n in range(1, len(order) + 1) if filled[n - 1] * n - sums[n] <= whole)
         level = -(-(whole + sums[num]) // num)
-        ends = list(accumulate(max(level - loads[rank], 0) for rank in order))
+        dues = list(accumulate(max(level - loads[rank], 0) for rank in order))
         got, begin = [0] * len(order), 0
-        for size in sizes:
-            # the middle of the parameter, on the line of all dues, times 2 * whole
-            middle = (2 * begin + size) * ends[-1]
-            place = bisect_right(ends, middle // (2 * whole)) if whole else 0
-            got[order[min(place, len(order) - 1)]] += size
-            begin += size
+        for rank, due in zip(order, dues, strict=True):
+            end = due * whole // dues[-1] if whole else 0
+            index = bisect_right(starts, end) - 1
+            if end < whole and segments[at][index][1]:
+                end = starts[index] + (end - starts[index]) // align * align
+            elif end < whole:
+                start, stop = starts[index : index + 2]
+                end = stop if 2 * due * whole > (start + stop) * dues[-1] else start
+            got[rank], begin = end - begin, end
         loads = [load + more for load, more in zip(loads, got, strict=True)]
         shares[at] = tuple(got)
     return shares
@@ -187,7 +207,7 @@ class Dealer:
     @classmethod
     def of(
         cls,
-        shares: Shares | Ownership | None,
+        shares: Shares | WholeParameters | None,
         segments: Iterable[tuple[Hashable, Sequence[tuple[str, tuple[int, ...]]]]],
         mesh: Mesh,
         *,
@@ -197,15 +217,18 @@ class Dealer:
         """Return the dealer of `segments`, all of them, by kind, in order. A rank that owns whole
         parameters gets as much as the one of its place in `order` would (default: itself).
         """
-        if shares != "whole":
+        if not isinstance(shares, WholeParameters):
             return cls(shares)
-        by_kind: dict[Hashable, list[list[int]]] = {}
+        by_kind: dict[Hashable, list[list[tuple[int, bool]]]] = {}
         for kind, named_shapes in segments:
-            sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
+            sizes = [
+                (round_up(math.prod(shape), align), name in shares.cut)
+                for name, shape in named_shapes
+            ]
             by_kind.setdefault(kind, []).append(sizes)
         cuts: dict[Hashable, list[tuple[int, ...]]] = {}
         for kind, all_sizes in by_kind.items():
-            dealt = whole_shares(all_sizes, mesh.column_order)[::-1]
+            dealt = whole_shares(all_sizes, mesh.column_order, align=align)[::-1]
             cuts[kind] = [tuple(one[rank] for rank in order or range(mesh.size)) for one in dealt]
         return cls(None, cuts)
 

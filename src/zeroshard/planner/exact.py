@@ -22,7 +22,7 @@ from zeroshard.core.placement import Cell, Cells, Mesh, Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.resting import AtRest, is_weight, num_shared, splits
 from zeroshard.core.route import Axis, Kind, Route, Routes, routes
-from zeroshard.core.shares import Dealer, Ownership, Shares
+from zeroshard.core.shares import Dealer, Shares, WholeParameters
 from zeroshard.core.sizes import UnitGradient, resting_whole
 from zeroshard.core.tree import Deal
 from zeroshard.core.wire import Formats, LinkBytes, Wire, reduce_scatter
@@ -101,7 +101,7 @@ class LaidOut:
     model: ModelShape
     mesh: Mesh
     align: int = ALIGN
-    shares: Shares | Ownership | None = None
+    shares: Shares | WholeParameters | None = None
     order: tuple[int, ...] = ()
 
     @cached_property

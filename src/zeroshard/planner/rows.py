@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.core.shares import shares_of
+from zeroshard.core.shares import WholeParameters, shares_of
 from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
@@ -313,7 +313,7 @@ def plan_uneven(
         """
         laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
         if shares == "whole":
-            laid_out = replace(laid_out, shares="whole", order=order)
+            laid_out = replace(laid_out, shares=WholeParameters(), order=order)
             whole = sum(one.layout.numel for one in laid_out.groups)
             own = sum(one.layout.shares[0] for one in laid_out.groups)
             numbers = [round(own / whole, _DIGITS)]

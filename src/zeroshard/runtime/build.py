@@ -23,7 +23,7 @@ from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.resting import AtRest, is_weight
 from zeroshard.core.schedule import Rules, Schedule
 from zeroshard.core.schedule.rules import is_ordered
-from zeroshard.core.shares import Dealer, Ownership, Shares
+from zeroshard.core.shares import Dealer, Shares, WholeParameters
 from zeroshard.core.sizes import UnitGradient
 from zeroshard.errors import StateError
 from zeroshard.memory import Trimmer, return_freed_memory
@@ -170,7 +170,7 @@ def dealer_of(
     plans: Sequence[UnitPlan],
     mesh: Mesh,
     dtypes: Dtypes,
-    shares: Shares | Ownership | None,
+    shares: Shares | WholeParameters | None,
     align: int,
 ) -> Dealer:
     """Return the dealer of the segments of `plans`, in order, over ranks with `shares`."""
@@ -494,7 +494,7 @@ def step_settings(
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
-        whole=context.options.shares == "whole" and not tiering.away,
+        whole=isinstance(context.options.shares, WholeParameters) and not tiering.away,
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )

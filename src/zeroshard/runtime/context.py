@@ -40,7 +40,7 @@ from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
     from zeroshard.comm.device_mesh import Holders
-    from zeroshard.core.shares import Ownership, Shares
+    from zeroshard.core.shares import Shares, WholeParameters
 
 
 # ------------------------------------------------------------------------------------------- faults
@@ -287,7 +287,7 @@ class Options:
     trains: bool  # an optimizer is there, or will be: masters are kept
     codecs: Codecs = field(default_factory=Codecs)
     batch_shares: tuple[float, ...] = ()  # what a rank's loss counts; empty: all the same
-    shares: Shares | Ownership | None = None  # of each rank, of what is sharded; None: equal
+    shares: Shares | WholeParameters | None = None  # of each rank, of what is sharded; None: equal
     sums_ranks: bool = False  # gradients are the ranks' sum, not their mean
 
 

@@ -28,7 +28,7 @@ from zeroshard.core.digest import digest_of, holders
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.shares import Ownership, Shares, shares_of
+from zeroshard.core.shares import Shares, WholeParameters, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
@@ -192,7 +192,7 @@ class ShardRequest:
     settings: Config  # with this rank's own tiers
     common: Config  # as it was given, the same on every rank
     policy: Policy  # the row in force: gradients rest whole as far as the budget goes
-    shares: Shares | Ownership | None  # of the data parallel ranks; None: equal
+    shares: Shares | WholeParameters | None  # of the data parallel ranks; None: equal
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -319,7 +319,9 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     )
     checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     checks.check_renormed(model, plans, dtypes, settings)
-    cut = settings.ownership or (None if shares is None else shares_of(shares))
+    cut: Shares | WholeParameters | None = None if shares is None else shares_of(shares)
+    if settings.ownership:
+        cut = WholeParameters()
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
@@ -341,8 +343,10 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
     checks.check_codecs(request.model, request.dtypes, settings)
     checks.check_renormed(request.model, request.plans, request.dtypes, settings)
-    shares = common.ownership or request.shares
-    if not (common.ownership or isinstance(common.shares, str)):
+    shares = request.shares
+    if common.ownership:
+        shares = WholeParameters()
+    elif not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
     return replace(
         request,
@@ -374,7 +378,7 @@ def _rank_settings(common: Config, mesh_axes: MeshAxes) -> tuple[Config, Mesh, i
 
 def _budgeted(
     settings: Config,
-    shares: Shares | Ownership | None,
+    shares: Shares | WholeParameters | None,
     plans: list[UnitPlan],
     mesh: Mesh,
     mesh_axes: MeshAxes,
