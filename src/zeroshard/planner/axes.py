@@ -24,6 +24,8 @@ from zeroshard.core.pipeline_orders import PipelineOrder
 from zeroshard.errors import ConfigError
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import (
+    TABLES,
+    VOCABULARY,
     Decoder,
     GroupShape,
     ModelShape,
@@ -204,14 +206,12 @@ def grids(axes: Axes, model: ModelShape, machine: Machine, training: Training) -
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj",
             "up_proj", "gate_up_proj", "qkv", "up", "query_key_value", "dense_h_to_4h")  # fmt: skip
 _ROWS = ("o_proj", "down_proj", "out", "down", "dense", "dense_4h_to_h")
-_VOCABULARY = ("embed_tokens", "embed", "wte", "embed_in", "embed_out", "embedding", "token",
-               "lm_head", "head")  # fmt: skip
 _WHOLE = ("wpe", "position", "gate", "router", "shared_expert_gate", "q_a_proj",
           "kv_a_proj_with_mqa", "norm_1", "norm_2")  # fmt: skip
 # name of a layer -> the dimension of its weight that is cut; Conv1D's weights are [in, out]
 _CUT = dict.fromkeys((*_COLUMNS, "c_proj"), -2) | dict.fromkeys((*_ROWS, "c_attn", "c_fc"), -1)
-_CUT |= dict.fromkeys(_VOCABULARY, -2)
-_BIAS_IS_CUT = {*_COLUMNS, *_VOCABULARY, "c_attn", "c_fc"}
+_CUT |= dict.fromkeys(VOCABULARY, -2)
+_BIAS_IS_CUT = {*_COLUMNS, *VOCABULARY, "c_attn", "c_fc"}
 _NUMBERED = re.compile(r"(?:(.*)\.)?\d+")
 _HEAD = "lm_head.weight"
 
@@ -326,11 +326,10 @@ def is_assumed(model: ModelShape) -> bool:
 
 def _tables(group: GroupShape) -> int:
     """Return the elements of a group's matrices over the vocabulary, or over positions."""
-    kinds = (*_VOCABULARY, "wpe", "position")
     return sum(
         math.prod(shape)
         for name, shape in group.shapes
-        if any(word in kinds for word in name.split(".")) and not name.endswith("bias")
+        if any(word in TABLES for word in name.split(".")) and not name.endswith("bias")
     )
 
 

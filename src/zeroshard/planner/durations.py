@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroshard.core.layout import Piece, Slot
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Axis, Hop, Kind, Lane
@@ -308,6 +309,20 @@ class Durations:
 
     # ------------------------------------------------------------------------------ gradients, step
 
+    def newton_schulz(self, policy: Policy) -> float:
+        """Return the seconds in which Muon orthogonalizes the matrices that this rank steps, in
+        bf16: five steps of two products of a matrix of n numbers with one of its smaller side m,
+        and one of m x m matrices.
+        """
+        flops = 0.0
+        for one in self.laid_out.groups if self.training.optimizer == "muon" else ():
+            for piece in one.pieces(policy.default.optim, 0) if one.group.trained else ():
+                if piece.name in one.group.matrices:
+                    slot = one.layout.slots[piece.index]
+                    side, part = min(slot.shape), piece.numel / slot.numel
+                    flops += one.count * part * 5 * (4.0 * side * slot.numel + 2.0 * side**3)
+        return flops / (self.machine.flops("bf16") * self.machine.speeds.compute_efficiency)
+
     def grad_copy(self, numel: int, formats: Formats) -> LaneTask:
         """Return the copy of gradients into the buffer that is reduced."""
         sizes = formats.weight.bytes_per_element + formats.reduce.plain.bytes_per_element
@@ -347,7 +362,7 @@ def checkpoint_bytes(laid_out: LaidOut, training: Training, rank: int | None = N
     for one in laid_out.groups:
         layout = one.layout
         parts = layout.slots if rank is None else layout.pieces(rank)
-        total += one.count * sum(_saved_bytes(one, part.numel, training) for part in parts)
+        total += one.count * sum(_saved_bytes(one, part, training) for part in parts)
     return total
 
 
@@ -366,7 +381,7 @@ def checkpoint_times(
         if not one.group.trained and (scope, cells.weight.scope) != (Scope.FULL, Scope.FULL):
             scope = Scope.SHARD
         pieces = one.layout.pieces_in(one.layout.span(0, scope))
-        held += one.count * sum(_saved_bytes(one, piece.numel, training) for piece in pieces)
+        held += one.count * sum(_saved_bytes(one, piece, training) for piece in pieces)
     away = 0.0 if cells.optim.tier is Tier.DEVICE else training.fraction
     on_disk = away if cells.optim.tier is Tier.DISK else 0.0
     copied = saved * (1.0 - away) / link
@@ -380,7 +395,8 @@ def checkpoint_times(
     return CheckpointTimes(load, save, save if behind is None else behind)
 
 
-def _saved_bytes(one: LaidOutGroup, numel: int, training: Training) -> int:
+def _saved_bytes(one: LaidOutGroup, part: Slot | Piece, training: Training) -> int:
     if one.group.trained:
-        return _MASTER_BYTES * numel + training.state_bytes(numel)
-    return round(numel * training.formats(one.group.dtype).weight.bytes_per_element)
+        states = training.state_bytes(part.numel, is_matrix=part.name in one.group.matrices)
+        return _MASTER_BYTES * part.numel + states
+    return round(part.numel * training.formats(one.group.dtype).weight.bytes_per_element)

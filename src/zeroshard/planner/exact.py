@@ -287,13 +287,21 @@ def _group_bytes(
     # flat, where there is any parameter.
     start, stop = one.layout.span(rank, one.layout.scope(cells.optim))
     pieces = one.layout.pieces_in((start, start + cut.optim))
-    here = sum(training.state_bytes(piece.numel) for piece in pieces if piece.numel > 1)
+    matrices = one.group.matrices
+    here = sum(
+        training.state_bytes(piece.numel, is_matrix=piece.name in matrices)
+        for piece in pieces
+        if piece.numel > 1
+    )
     out["optimizer"] = {Tier.DEVICE: here}
     pieces = one.layout.pieces_in((start + cut.optim, stop))
     if training.optimizer == "adam-8bit":
         away = sum(training.state_bytes(piece.numel) for piece in pieces)
-    else:
-        away = training.state_bytes(stop - start - cut.optim) if pieces else 0
+    else:  # a state of any of them is there for all
+        kinds = {piece.name in matrices for piece in pieces}
+        numel = stop - start - cut.optim
+        every = {training.state_bytes(numel, is_matrix=is_matrix) for is_matrix in kinds}
+        away = sum(every)
     if away:
         out["optimizer"][cells.optim.tier] = away
     return out

@@ -44,8 +44,13 @@ MOMENT_BYTES = {
     "adam-8bit": 2 * (1 + 4 / _BLOCK_8BIT),
     "adam-bf16": 4.0,
     "momentum": 4.0,
+    "muon": 4.0,  # of a matrix; of the others AdamW's 8
     "sgd": 0.0,
 }
+# words in the names of matrices over the vocabulary, and over positions
+VOCABULARY = ("embed_tokens", "embed", "wte", "embed_in", "embed_out", "embedding", "token",
+              "lm_head", "head")  # fmt: skip
+TABLES = (*VOCABULARY, "wpe", "position")
 PRECISIONS = ("fp32", "bf16", "fp16")
 # names as people and other libraries write them, in lower case and with dashes
 _DTYPES = {
@@ -67,10 +72,10 @@ class Training:
     `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or the dtype of
     `precision`, as the papers count. Both take torch's names and dtypes, too ("bfloat16").
     `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
-    a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or
-    "sgd". `batch` sequences of `sequence` tokens are one micro-batch of one GPU; `micro_batches` of
-    them, all but the last inside ``no_sync()``, are a step. `checkpointing`: every block is
-    recomputed in the backward.
+    a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it),
+    "muon" (of matrices, AdamW of tables and vectors) or "sgd". `batch` sequences of `sequence`
+    tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last inside
+    ``no_sync()``, are a step. `checkpointing`: every block is recomputed in the backward.
 
     `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are as in
     ``zs.Comm``; rows that take no such codec are not planned. `fraction` is as in ``zs.Offload``:
@@ -184,8 +189,12 @@ class Training:
         """Bytes that the optimizer keeps per parameter beside the master."""
         return MOMENT_BYTES[self.optimizer]
 
-    def state_bytes(self, numel: int) -> int:
-        """Return the bytes that the optimizer keeps of one tensor of `numel` elements."""
+    def state_bytes(self, numel: int, *, is_matrix: bool = True) -> int:
+        """Return the bytes that the optimizer keeps of `numel` elements of one tensor: of a matrix
+        that Muon would step, or not.
+        """
+        if self.optimizer == "muon" and not is_matrix:
+            return 8 * numel
         if self.optimizer != "adam-8bit":
             return round(numel * self.moment_bytes)
         if numel < _LEAST_8BIT:
@@ -309,6 +318,15 @@ class GroupShape:
     def numel(self) -> int:
         """The number of elements."""
         return sum(math.prod(shape) for _, shape in self.shapes)
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """The names of what Muon steps: matrices, but for tables over vocabulary and positions."""
+        return frozenset(
+            name
+            for name, shape in self.shapes
+            if len(shape) == 2 and not any(word in TABLES for word in name.split("."))
+        )
 
 
 @dataclass(frozen=True)

@@ -253,20 +253,25 @@ def _optimizer_bytes(
 ) -> int:
     """Return what ``optimizer.step()`` takes on the device: gradients cast to the masters' dtype,
     all at once, and Adam's denominators: torch makes them of all parameters together on an
-    accelerator (foreach), twice of one after another on the CPU.
+    accelerator (foreach), twice of one after another on the CPU. Muon makes an update in fp32, two
+    in bf16, and three squares of one matrix after another.
     """
-    cell, total, largest = policy.default.optim, 0, 0
+    cell, cast, total, largest, matrix = policy.default.optim, 0, 0, 0, 0
     if cell.tier is not Tier.DEVICE:
         return 0
-    adam = training.optimizer == "adam"
     for one in laid_out.groups:
         if not one.group.trained:
             continue
-        pieces = [piece.numel for piece in one.pieces(cell, 0)]
-        numel, largest = sum(pieces), max([largest, *pieces])
-        casts = training.formats(one.group.dtype)
-        total += one.count * numel * ((casts.grad != casts.master) + (adam and machine.accelerator))
-    return 4 * total + (0 if machine.accelerator or not adam else 8 * largest)
+        pieces, casts = one.pieces(cell, 0), training.formats(one.group.dtype)
+        cast += one.count * sum(piece.numel for piece in pieces) * (casts.grad != casts.master)
+        for piece in pieces:
+            if training.optimizer == "muon" and piece.name in one.group.matrices:
+                side = min(one.layout.slots[piece.index].shape)
+                matrix = max(matrix, 8 * piece.numel + 6 * side**2)
+            elif training.optimizer in ("adam", "muon"):
+                total += one.count * piece.numel
+                largest = max(largest, piece.numel)
+    return 4 * cast + max(matrix, 4 * total if machine.accelerator else 8 * largest)
 
 
 def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> int:

@@ -425,7 +425,7 @@ _OPTIONS = (
     Option("--network SIZE", "bytes a second of one GPU to other nodes: 25GB"),
     Option("--precision TYPE", "bf16 (default), fp16 or fp32", default="bf16"),
     Option("--accumulate TYPE", "of gradients at rest (default fp32)", default="fp32"),
-    Option("--optimizer NAME", "adamw (default), adam-fused, adam-8bit, adam-bf16, momentum, sgd",
+    Option("--optimizer NAME", "adamw, adam-fused, adam-8bit, adam-bf16, momentum, muon, sgd",
            default="adam"),
     Option("--batch N", "sequences of a micro-batch of a GPU", int, 1),
     Option("--sequence N", "tokens of one (default 2048)", int, 2048),

@@ -119,7 +119,11 @@ def candidates(machine: Machine) -> Iterator[Policy]:
 
 
 def takes(policy: Policy, training: Training) -> bool:
-    """Whether `policy` runs with the codecs of `training`: config/native.py refuses the others."""
+    """Whether `policy` is planned with the codecs of `training` (config/native.py refuses the
+    others), and with its optimizer.
+    """
+    if training.optimizer == "muon" and policy.default.optim.tier is not Tier.DEVICE:
+        return False  # the products' time on a host is not known
     encodes_weights = training.weight_codec is not None or training.frozen_codec is not None
     return not encodes_weights or policy.default.weight.scope is Scope.SHARD
 
@@ -234,7 +238,7 @@ def describe_row(row: PlannedRow) -> str:
 # `shares` are numbers per rank, "memory" (in proportion to the memories, as ``zs.shard`` takes it)
 # or "auto": in proportion to what each memory has left beside all that is no share, which a rank
 # needs whatever it owns (gathered units, buffers, activations); other shares for every row; or
-# "whole": ranks own whole parameters (``ownership="whole"``).
+# "whole": ranks own whole parameters (``ownership="whole"``), with Muon but for what AdamW steps.
 #
 # Bytes at rest and on the wire are exact, as in exact.py; a rank's peak is rank 0's on the same
 # mesh with the ranks renamed so that it comes first. Times are not planned: every rank gathers and
@@ -313,7 +317,11 @@ def plan_uneven(
         """
         laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
         if shares == "whole":
-            laid_out = replace(laid_out, shares=WholeParameters(), order=order)
+            groups = [group for unit in model.units for group in unit.groups]
+            names = {name for group in groups for name, _ in group.shapes}
+            cut = names.difference(*(group.matrices for group in groups))
+            owned = WholeParameters(frozenset(cut if training.optimizer == "muon" else ()))
+            laid_out = replace(laid_out, shares=owned, order=order)
             whole = sum(one.layout.numel for one in laid_out.groups)
             own = sum(one.layout.shares[0] for one in laid_out.groups)
             numbers = [round(own / whole, _DIGITS)]

@@ -158,7 +158,9 @@ class Program(PlanReplay):
                 # gradients are read to be stepped, and before that to be divided and checked
                 moved += 2 * state + grad + self._averaging(grad)
         if moved:
-            self._compute(self._durations.in_memory("compute", "step", moved, STEP), -1)
+            task = self._durations.in_memory("compute", "step", moved, STEP)
+            seconds = task.duration + self._durations.newton_schulz(self._policy)
+            self._compute(replace(task, duration=seconds), -1)
         steps: list[int] = []
         writes: list[int] = []
         for number, unit in enumerate(self.units):

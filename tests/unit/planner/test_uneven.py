@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Literal
 
 import pytest
 
 from zeroshard.core.policy import row
-from zeroshard.core.shares import shares_of
+from zeroshard.core.shares import WholeParameters, shares_of
 from zeroshard.errors import ConfigError
 from zeroshard.launch.cli import main
 from zeroshard.planner import Machine, Training, describe
@@ -46,6 +47,30 @@ def test_auto_leaves_room_for_what_is_no_share() -> None:
     assert all(room > 0 for room in left)
 
 
+def test_muon_keeps_a_number_of_a_matrix_and_owns_nothing_else_whole() -> None:
+    model, machine = describe("1B"), Machine.of("A100-80", gpus=8, network="25GB")
+    rows = {
+        optimizer: by_name(plan_uneven(model, machine, Training(optimizer=optimizer), shares=how))
+        for optimizer, how in (("adamw", "whole"), ("muon", "whole"))
+    }
+    adamw, muon = (rows[name]["zero3"].ranks for name in ("adamw", "muon"))
+    matrices = sum(
+        math.prod(shape)
+        for unit in model.units
+        for group in unit.groups
+        for name, shape in group.shapes
+        if name in group.matrices
+    )
+    others = model.numel - matrices
+    assert matrices and others > model.units[0].numel - 1  # the embedding is a table
+    saved = sum(one.rest_bytes["device"] for one in adamw) - sum(
+        one.rest_bytes["device"] for one in muon
+    )
+    assert saved == pytest.approx(4 * matrices, rel=1e-3)  # but for padding
+    # what AdamW steps may be cut, so ranks have as much as one another
+    assert max(one.share for one in muon) < 1.01 / 8 < 1.15 / 8 < max(one.share for one in adamw)
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "mics", "hfsdp"])
 @pytest.mark.parametrize("numbers", [(0.05, 0.0, 0.6, 0.35), "whole"], ids=str)
 def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(
@@ -54,7 +79,7 @@ def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(
     model, training = describe("100M"), Training("bf16")
     machine = Machine.of("A100-80", gpus=4, node_size=2, network="25GB")
     planned = by_name(plan_uneven(model, machine, training, shares=numbers))[name]
-    shares = numbers if numbers == "whole" else shares_of(numbers)
+    shares = WholeParameters() if isinstance(numbers, str) else shares_of(numbers)
     laid_out = LaidOut(model, machine.mesh, training.align, shares)
     for rank, one in enumerate(planned.ranks):
         rest = rest_bytes(laid_out, row(name), training, rank)
