@@ -321,11 +321,13 @@ class GroupShape:
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """The names of what Muon steps: matrices, but for tables over vocabulary and positions."""
+        """The names of what Muon steps: matrices, but for tables over vocabulary and positions, and
+        for the two vectors of a norm.
+        """
         return frozenset(
             name
             for name, shape in self.shapes
-            if len(shape) == 2 and not any(word in TABLES for word in name.split("."))
+            if len(shape) == 2 < min(shape) and not any(word in TABLES for word in name.split("."))
         )
 
 

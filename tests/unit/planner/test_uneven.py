@@ -14,6 +14,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.launch.cli import main
 from zeroshard.planner import Machine, Training, describe
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes
+from zeroshard.planner.model import GroupShape
 from zeroshard.planner.rows import UnevenRow, plan_uneven
 
 GIB = 1 << 30
@@ -63,6 +64,8 @@ def test_muon_keeps_a_number_of_a_matrix_and_owns_nothing_else_whole() -> None:
     )
     others = model.numel - matrices
     assert matrices and others > model.units[0].numel - 1  # the embedding is a table
+    tables = GroupShape((("model.embed_tokens.weight", (9, 8)), ("q_proj.weight", (8, 8))))
+    assert tables.matrices == {"q_proj.weight"}
     saved = sum(one.rest_bytes["device"] for one in adamw) - sum(
         one.rest_bytes["device"] for one in muon
     )
