@@ -70,8 +70,8 @@ ONLY = {
     "planner": {"core", "errors", "system"},
     # cuts a module as `shard` does, and reads this machine's free memory
     "planner/modules": {
-        "_version", "config", "core", "errors", "hetero", "nn", "planner", "planner/activations",
-        "runtime", "system", "tier",
+        "_version", "config", "core", "errors", "hetero", "nn", "optim", "planner",
+        "planner/activations", "runtime", "system", "tier",
     },
     "planner/activations": {"core", "errors", "planner", "runtime"},
     "planner/plan_command": {"core", "planner", "planner/modules", "planner/plan_table", "terminal",

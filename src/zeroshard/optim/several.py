@@ -89,7 +89,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """All states."""
         return _States(self.optimizers)
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Let each of them step, in order."""
         for one in self.optimizers:
             one.step() if closure is None else one.step(closure)

@@ -138,26 +138,26 @@ class ShardedOptimizer:
             self.states.entries(shard)[shard.tensor] = piece
         self._point()
         self.park()
-        self._handles = [
-            handle
-            for one in each_of(optimizer)
-            for handle in (
-                HiddenMethod(one, "zero_grad", partial(self._zero_grad, one)),
-                *(
-                    HiddenMethod(one, name, partial(self._move, one, f"optimizer.{name}()"))
-                    for name in modes_of(one)
-                ),
-                one.register_step_pre_hook(self._before),
-                one.register_step_post_hook(self._after),
-                one.register_state_dict_pre_hook(self._check_states),
-                one.register_state_dict_pre_hook(lambda _: self._part.refuse(self.num_finished)),
-                one.register_state_dict_post_hook(self._label_state),
-                one.register_load_state_dict_pre_hook(self._check_states),
-                one.register_load_state_dict_pre_hook(
-                    lambda one, state: self._part.checked(state, self._groups_of(one))
-                ),
-                one.register_load_state_dict_post_hook(lambda _: self.park()),
-            )
+        self._handles = [*chain.from_iterable(map(self._hooked, each_of(optimizer)))]
+
+    def _hooked(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Let calls of one of the user's optimizers come here; return what ends that."""
+        return [
+            HiddenMethod(optimizer, "zero_grad", partial(self._zero_grad, optimizer)),
+            *(
+                HiddenMethod(optimizer, name, partial(self._move, optimizer, f"optimizer.{name}()"))
+                for name in modes_of(optimizer)
+            ),
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._check_states),
+            optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.num_finished)),
+            optimizer.register_state_dict_post_hook(self._label_state),
+            optimizer.register_load_state_dict_pre_hook(self._check_states),
+            optimizer.register_load_state_dict_pre_hook(
+                lambda one, state: self._part.checked(state, self._groups_of(one))
+            ),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
 
     def _check_states(self, *_: Any) -> None:
