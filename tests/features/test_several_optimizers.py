@@ -494,3 +494,20 @@ def test_policy_auto_takes_several(rank: int) -> None:
     model = _model()
     engine = zs.shard(model, _sgd(model), policy="auto")
     engine.close()
+
+
+@on_ranks(2)
+def test_options_of_what_rests_off_the_device_stand_from_the_first_step_on(rank: int) -> None:
+    model = _model()
+    first, second = _sgd(model)
+    offload: Any = {"optimizer": "host", "fraction": 0.5}
+    engine = zs.shard(model, [first, second], offload=offload)
+    model(_batch(0)).backward()
+    first.step()
+    first.param_groups[0]["lr"] = 0.5  # as its scheduler does, before the second steps
+    rate, second.param_groups[0]["lr"] = second.param_groups[0]["lr"], 0.5
+    with pytest.raises(zs.StateError, match=r"options of AdamW \(optimizer 1\) have changed"):
+        second.step()
+    second.param_groups[0]["lr"] = rate
+    second.step()
+    engine.close()
