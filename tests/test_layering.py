@@ -78,7 +78,9 @@ ONLY = {
         "zeroshard"},
     "planner/plan_table": {"core", "planner", "terminal", "zeroshard"},
     # reads whole weights from checkpoints, DeepSpeed's among them; its ranks meet without an engine
-    "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "system", "zeroshard"},
+    "deepspeed": {
+        "comm", "config", "core", "deepspeed/keys", "formats", "optim", "system", "zeroshard"
+    },
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
     "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},

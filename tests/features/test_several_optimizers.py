@@ -18,6 +18,8 @@ from torch import nn
 import zeroshard as zs
 from tests.fuzz.optimizers import Lamb
 from tests.support.harness import on_ranks, run_ranks
+from zeroshard import deepspeed
+from zeroshard.deepspeed import optimizers
 
 STEPS, LEAVES, CLIP = 4, 12, 0.05
 Optimizers = list[torch.optim.Optimizer]
@@ -33,12 +35,13 @@ class Tied(nn.Module):
         self.frozen = nn.Linear(40, 40, bias=False).requires_grad_(False)
         self.head = nn.Linear(40, 24, bias=False)
         self.head.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.ones(()))
         last = self.last.weight  # it lies column by column
         self.last.weight = nn.Parameter(last.detach().t().contiguous().t())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out = self.frozen(self.emb(tokens))
-        out = self.last(self.norm(self.first(out)).tanh())
+        out = self.last(self.norm(self.first(out)).tanh()) * self.scale
         return nn.functional.cross_entropy(self.head(out).flatten(0, -2), tokens.flatten())
 
 
@@ -51,7 +54,8 @@ def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices, without the embedding that is the head, too, and the rest."""
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and "emb" not in name]
-    return matrices, [p for p in named.values() if not any(p is one for one in matrices)]
+    rest = [p for p in named.values() if not any(p is one for one in matrices)]
+    return matrices, sorted(rest, key=lambda p: -p.ndim)  # the embedding first
 
 
 def _muon(model: nn.Module) -> Optimizers:
@@ -480,9 +484,9 @@ def test_states_from_before_are_cut_for_each(rank: int) -> None:
     for step in range(4):
         if step == 2:
             engine = zs.shard(model, pairs[1][1], policy="zero2")
-        for module, optimizers in pairs:
+        for module, both in pairs:
             module(_batch(step)).backward()
-            for one in optimizers:
+            for one in both:
                 one.step()
                 one.zero_grad()
     engine.close()
@@ -511,3 +515,75 @@ def test_options_of_what_rests_off_the_device_stand_from_the_first_step_on(rank:
     second.param_groups[0]["lr"] = rate
     second.step()
     engine.close()
+
+
+# ---------------------------------------------------------------------------- in DeepSpeed's place
+
+
+def _muon_of_deepspeed(rank: int, world: int, stage: int, by_config: bool) -> list[torch.Tensor]:
+    model = _model()
+    parameters = dict(model.named_parameters())
+    params = {
+        "lr": 0.03,
+        "muon_lr": 0.01,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "betas": [0.8, 0.9],
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Muon", "params": params},
+    }
+    if by_config:
+        engine: Any = deepspeed.initialize(model=model, config=config)[0]
+        for step in range(3):
+            engine.backward(engine(_batch(step + rank)))
+            engine.step()
+        full = engine.engine.full_state_dict(rank0_only=False)
+        engine.destroy()
+        return [full[name] for name in parameters]
+    matrices = [p for p in parameters.values() if p.requires_grad and p.ndim == 2]
+    rest = [p for p in parameters.values() if p.ndim < 2]
+    muon = torch.optim.Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1)
+    adamw = torch.optim.AdamW(rest, lr=0.03, betas=(0.8, 0.9), eps=1e-10, weight_decay=0.1)
+    options: Any = {"ownership": "whole", "stage": stage, "gradient_clipping": CLIP, "sync_from": 0}
+    ours = zs.shard(model, [muon, adamw], **options)
+    for step in range(3):
+        ours.backward(model(_batch(step + rank)))
+        for one in (muon, adamw):
+            one.step()
+            one.zero_grad()
+    full = ours.full_state_dict(rank0_only=False)
+    ours.close()
+    return [full[name] for name in parameters]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_a_configuration_of_deepspeed_with_muon_trains_by_both(
+    rank: int, world: int, stage: int
+) -> None:
+    config, list_ = (_muon_of_deepspeed(rank, world, stage, one) for one in (True, False))
+    assert all(map(torch.equal, config, list_))
+
+
+def test_muon_in_a_configuration_is_split_by_names_and_groups() -> None:
+    model = nn.ModuleDict({
+        "embed": nn.Embedding(4, 4), "up": nn.Linear(4, 6), "lm_head": nn.Linear(4, 4, bias=False)
+    })  # fmt: skip
+    assert optimizers.shard_options("Muon", model) == {"ownership": "whole"}
+    groups = [{"params": list(model["up"].parameters()), "lr": 0.5}, *model["embed"].parameters()]
+    made: Any = optimizers.make_optimizer("Muon", {"adam_lr": 0.25}, groups)
+    muon, adamw = made.optimizers
+    assert [len(group["params"]) for group in muon.param_groups] == [1]
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.5, 0.25]
+    assert adamw.param_groups[0]["eps"] == 1e-10 and muon.param_groups[0]["weight_decay"] == 0.0
+    for params, told in (
+        ({"ns_method": "cubic"}, "ns_method='cubic' is not supported"),
+        ({"per_head_muon": True}, "per_head_muon is not supported"),
+        ({"speed": 1}, "has no option 'speed'"),
+    ):
+        with pytest.raises(zs.ConfigError, match=told):
+            optimizers.make_optimizer("Muon", params, groups)

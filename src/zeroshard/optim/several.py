@@ -70,7 +70,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # not the base's: there are no groups, hooks and state beside those of the optimizers
-        self.optimizers = tuple(optimizers)
+        self.optimizers, self.defaults = tuple(optimizers), {}
         # by id of each parameter that is in a group now
         self.owners = {
             id(parameter): one

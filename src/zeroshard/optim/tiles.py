@@ -20,7 +20,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import flatten, state_after_trial
+from zeroshard.optim.copies import SCALARS, flatten, state_after_trial
 from zeroshard.optim.several import owner, owner_of_group
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.local import local_of
@@ -166,7 +166,8 @@ class TileStates:
                 tensor.data = change(shard, tensor.data)
                 state = self.of(shard)
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == before:
+                    is_scalar = not before and key in SCALARS  # of a parameter without dimensions
+                    if isinstance(value, torch.Tensor) and value.shape == before and not is_scalar:
                         state[key] = change(shard, value)
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
