@@ -70,15 +70,17 @@ ONLY = {
     "planner": {"core", "errors", "system"},
     # cuts a module as `shard` does, and reads this machine's free memory
     "planner/modules": {
-        "_version", "config", "core", "errors", "hetero", "nn", "planner", "planner/activations",
-        "runtime", "system", "tier",
+        "_version", "config", "core", "errors", "hetero", "nn", "optim", "planner",
+        "planner/activations", "runtime", "system", "tier",
     },
     "planner/activations": {"core", "errors", "planner", "runtime"},
     "planner/plan_command": {"core", "planner", "planner/modules", "planner/plan_table", "terminal",
         "zeroshard"},
     "planner/plan_table": {"core", "planner", "terminal", "zeroshard"},
     # reads whole weights from checkpoints, DeepSpeed's among them; its ranks meet without an engine
-    "deepspeed": {"comm", "config", "core", "deepspeed/keys", "formats", "system", "zeroshard"},
+    "deepspeed": {
+        "comm", "config", "core", "deepspeed/keys", "formats", "optim", "system", "zeroshard"
+    },
     "deepspeed/keys": {"config", "errors"},
     # writes steps, and fills the shards of an engine
     "formats": {"_version", "checkpoint", "core", "errors", "nn", "runtime", "state", "system"},

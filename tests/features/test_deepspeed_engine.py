@@ -834,7 +834,7 @@ def test_optimizers_are_made_by_deepspeeds_names() -> None:
     assert type(of("SGD", lr=0.1)) is torch.optim.SGD
     assert type(of("adagrad")) is torch.optim.Adagrad
     assert type(of("RMSprop")) is torch.optim.RMSprop
-    for kind, text in (("Muon", "whole matrices"), ("Nothing", "torch.optim"), ("lr", "torch")):
+    for kind, text in (("Lamb", "norms of whole"), ("Nothing", "torch.optim"), ("lr", "torch")):
         with pytest.raises(zs.ConfigError, match=text):
             of(kind)
     with pytest.raises(zs.ConfigError, match="gradient_clipping"):

@@ -33,6 +33,7 @@ from zeroshard.core.policy import ROWS
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 OWNED = 103_000  # from this seed on ranks may own whole parameters
+SEVERAL = 105_000  # from this seed on two optimizers may step one model
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
@@ -68,6 +69,10 @@ def _drawn(seed: int) -> Program:
         program = replace(program, shares=None, ownership="whole")
         if own.random() < 0.5:
             program = replace(program, optimizer=own.choice([*WHOLE]))
+    if seed >= SEVERAL and own.random() < 0.6:
+        program = replace(program, several=True)
+        if program.ownership and own.random() < 0.5:
+            program = replace(program, optimizer="muon")
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
@@ -434,6 +439,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "strict": _plain(strict=False),
     "prefetch": _plain(prefetch_bytes=None),
     "shares": _plain(shares=None, ownership=None),
+    "several optimizers": _plain(several=False),
     "optimizers": _plain(optimizer="sgd"),
     "groups": _plain(groups=False),
     "schedule": _plain(schedule=False),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.fuzz.program import Program
+from zeroshard.optim.several import JointOptimizer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -85,11 +86,22 @@ WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+# of matrices alone
+MATRICES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, {}),
+}
+
+
 def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Return the program's optimizer over `parameters`; frozen ones are in it, as users leave
     them.
     """
-    cls, options = (OPTIMIZERS | WHOLE)[program.optimizer]
+    cls, options = (OPTIMIZERS | WHOLE | MATRICES)[program.optimizer]
+    if program.several:
+        matrices = [p for p in parameters.values() if p.ndim == 2]
+        others = [p for p in parameters.values() if p.ndim != 2]
+        first = cls(matrices, **{"lr": 1e-2, **options})
+        return JointOptimizer([first, torch.optim.AdamW(others, lr=5e-3)]) if others else first
     groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
     if program.groups:
         matrices = [p for p in parameters.values() if p.ndim > 1]

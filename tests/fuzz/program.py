@@ -113,6 +113,7 @@ class Program:
     weight_codec: str | None = None
     grad_codec: str | None = None
     optimizer: str = "adamw"
+    several: bool = False  # matrices by that one, all else by an AdamW of its own
     groups: bool = False  # matrices in one param group, the rest in another
     schedule: bool = False
     width: int = 5
@@ -216,8 +217,8 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
-    if program.optimizer in ("lamb", "hybrid"):
-        if program.ownership is None:
+    if program.optimizer in ("lamb", "hybrid", "muon"):
+        if program.ownership is None or (program.optimizer == "muon" and not program.several):
             program = replace(program, optimizer="adamw")
         else:  # steps in parts of whole parameters are refused
             tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}

@@ -54,6 +54,7 @@ from zeroshard.core.boxes import Span
 from zeroshard.core.placement import STATE, VALUE, Part, Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import fitted_state, state_after_trial
+from zeroshard.optim.several import class_name, owner, owner_of_group
 from zeroshard.optim.shards import ParamShard
 from zeroshard.runtime.access import curve_of, departures
 from zeroshard.runtime.ema import EMA
@@ -155,17 +156,17 @@ class StepLoader:
         optimizer, home = self._engine.optimizer, states_of(self._engine).device
         assert optimizer is not None
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options = {**mine, **saved}
+            options, rule = {**mine, **saved}, owner_of_group(optimizer, index)
             # a fraction cuts a group: its step counts lie where its pieces are
             kinds = dict.fromkeys((piece.dtype, piece.device) for piece in mine["params"])
             try:
                 trials = {
-                    (dtype, device): state_after_trial(optimizer, options, dtype, device, home)
+                    (dtype, device): state_after_trial(rule, options, dtype, device, home)
                     for dtype, device in kinds or [(torch.float32, home)]
                 }
             except Exception as error:
                 raise CheckpointError(
-                    f"{self._saved.path}: {type(optimizer).__name__} cannot step with the options"
+                    f"{self._saved.path}: {class_name(rule)} cannot step with the options"
                     f" of param group {index} there: {type(error).__name__}: {error}"
                 ) from error
             for piece in mine["params"]:
@@ -311,9 +312,10 @@ class StepLoader:
                 return
             with _too_late():
                 state = self._optimizer_states[id(owned)]()
-            optimizer.state.pop(owned.tensor, None)
+            entries = owner(optimizer, owned.parameter).state
+            entries.pop(owned.tensor, None)
             if state:
-                optimizer.state[owned.tensor] = state
+                entries[owned.tensor] = state
             self._saved.release_memory()
 
         states_of(self._engine).set_states(take_over)

@@ -25,6 +25,7 @@ from zeroshard.checkpoint.rank_part import Experts, RankPart, names_of, persiste
 from zeroshard.checkpoint.shard_files import opened
 from zeroshard.core.sliced_digest import placed_sum
 from zeroshard.errors import CheckpointError
+from zeroshard.optim.several import class_name
 from zeroshard.runtime.engine import Engine, states_of
 
 _CALL = "zs.save()"
@@ -136,7 +137,7 @@ def _stages(engine: Engine, part: RankPart) -> list[_PipelineStage]:
     """Return every stage, in mesh order. Collective."""
     states, told = states_of(engine), "null"
     if engine.rank == 0:  # of a data parallel group; its ranks have the same
-        kind = "" if engine.optimizer is None else type(engine.optimizer).__name__
+        kind = "" if engine.optimizer is None else class_name(engine.optimizer)
         stage = _PipelineStage(states.everyone.stage, part.parameters, part.groups, kind)
         told = json.dumps(vars(stage), default=vars)
     answers = [json.loads(answer) for answer in states.everyone.exchange(told.encode(), _CALL)]

@@ -38,6 +38,7 @@ from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.placement import VALUE, Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.copies import KEPT_STATES
+from zeroshard.optim.several import class_name
 from zeroshard.runtime.access import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
@@ -181,7 +182,7 @@ class RankPart:
         """Return the part of the manifest that is the same on all ranks."""
         optimizer = None
         if engine.optimizer is not None:
-            optimizer = {"class": type(engine.optimizer).__name__, "groups": self.groups}
+            optimizer = {"class": class_name(engine.optimizer), "groups": self.groups}
         everyone = states_of(engine).everyone
         return {
             "step": step,

@@ -35,6 +35,7 @@ from zeroshard.core.boxes import Span
 from zeroshard.core.placement import STATE, VALUE
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Trimmer
+from zeroshard.optim.several import class_name
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.whole import extra_modules
@@ -201,7 +202,7 @@ class Match:
             elif saved is not None:
                 self.skipped.append("the optimizer's state: this engine has no optimizer")
             return None
-        name = type(optimizer).__name__
+        name = class_name(optimizer)
         if saved["class"] != name:
             self.misfits.append(f"the optimizer was {saved['class']} and is {name}")
             return None

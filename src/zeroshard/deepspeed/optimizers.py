@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call, torch_class
 from zeroshard.deepspeed.comm import data_parallel_group
 from zeroshard.deepspeed.shim import OPTIMIZER_REFUSED, remedy
+from zeroshard.optim.several import joined
 
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":
@@ -25,8 +27,8 @@ _REFUSED = {  # by types in lower case
         " (comm.grad_codec), which compresses gradients under every optimizer",
     "muadam muadamw musgd":
         "needs the mup package's widths: build it yourself and pass optimizer= to initialize()",
-    "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW",
-    "muon": "orthogonalises whole matrices, and ZeRO steps pieces of them: take AdamW",
+    "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW, or"
+        " Muon, which steps whole matrices",
 }  # fmt: skip
 
 
@@ -72,6 +74,58 @@ def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
     return kind(params, **options)
 
 
+def shard_options(kind: str, model: nn.Module) -> dict[str, Any]:
+    """Return the options of zeroshard.shard() that an optimizer of this type needs. For Muon, set
+    `use_muon` of each parameter as DeepSpeed does: matrices, but for embeddings and head.
+    """
+    if kind.lower() != "muon":
+        return {}
+    for name, parameter in model.named_parameters():
+        is_end = any(word in name.lower() for word in ("embed", "lm_head"))
+        vars(parameter)["use_muon"] = parameter.ndim >= 2 and not is_end
+    return {"ownership": "whole"}
+
+
+def _muon(
+    params: Any, *, muon_lr: Any = None, adam_lr: Any = None, ns_method: str = "gram",
+    adam_w_mode: bool = True, torch_adam: bool = False, per_head_muon: bool = False, **options: Any,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """Make a torch.optim.Muon of the parameters with `use_muon` and an AdamW of the others, with
+    DeepSpeed's defaults; of each group with options of its own.
+
+    torch's Newton-Schulz iterates in bf16, as `ns_method` "standard" does; DeepSpeed's "gram"
+    iterates in fp16 on the Gram matrix, and rounds otherwise.
+    """
+    if ns_method not in ("gram", "standard") or per_head_muon:
+        what = "per_head_muon" if per_head_muon else f"ns_method={ns_method!r}"
+        raise zs.ConfigError(f"optimizer.params.{what} is not supported: leave it out")
+    defaults: dict[bool, dict[str, Any]] = {
+        True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
+        False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+    }
+    unknown = options.keys() - (defaults[True].keys() | defaults[False].keys())
+    if unknown:
+        raise zs.ConfigError(f"optimizer.params of Muon has no option {min(unknown)!r}")
+    given = [*params]
+    grouped = [one for one in given if isinstance(one, dict)]
+    loose = [one for one in given if not isinstance(one, dict)]
+    groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for group in [*grouped, *([{"params": loose}] if loose else [])]:
+        for by_muon, chosen in ((True, muon_lr), (False, adam_lr)):
+            lr = {} if chosen is None else {"lr": chosen}
+            mine = [one for one in group["params"] if getattr(one, "use_muon", False) is by_muon]
+            own = {**defaults[by_muon], **options, **lr, **group, "params": mine}
+            keys = ("params", *defaults[by_muon])
+            groups[by_muon] += [{key: own[key] for key in keys}] if mine else []
+    made: list[torch.optim.Optimizer] = []
+    if groups[True]:
+        made.append(torch.optim.Muon(groups[True], eps=1e-7, adjust_lr_fn="original"))
+    if groups[False]:
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        made.append(kind(groups[False]))
+    return joined(made)
+
+
 class _Adam(type):
     """The class of classes that make torch's Adam and AdamW: of both `isinstance()` is true."""
 
@@ -112,6 +166,7 @@ _OTHERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **dict.fromkeys(("adam", "adamw"), partial(_adam, mode="adam_w_mode")),
+    "muon": _muon,
     **_OTHERS,
 }
 
@@ -131,7 +186,7 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     options = dict(params)
     make = _MAKERS.get(name)
     if make is None:
-        known = ("Adam", "AdamW", *(other.__name__ for other in _OTHERS.values()))
+        known = ("Adam", "AdamW", "Muon", *(other.__name__ for other in _OTHERS.values()))
         make = torch_class(
             torch.optim, torch.optim.Optimizer, f"optimizer.type={kind!r}", kind, known
         )

@@ -36,9 +36,10 @@ from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
 from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.keys.table import key_of, pattern_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
-from zeroshard.deepspeed.optimizers import make_optimizer
+from zeroshard.deepspeed.optimizers import make_optimizer, shard_options
 from zeroshard.deepspeed.shim import VERSION
 from zeroshard.deepspeed.zero import end_init_blocks
+from zeroshard.optim.several import each_of
 
 # ---------------------------------------------------------------- the verdict about a configuration
 # One answer, for ``initialize()`` and for ``zeroshard config explain``: does it take the file?
@@ -49,7 +50,7 @@ from zeroshard.deepspeed.zero import end_init_blocks
 # take a step, on trial: over a layer of two by two. Cost: some milliseconds.
 
 
-Check = Callable[[nn.Module, torch.optim.Optimizer], None]
+Check = Callable[[nn.Module, torch.optim.Optimizer, zs.Config], None]
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # values in the place of "auto" for parameters that a schedule cannot do without
 _FILLED = {"total_num_steps": 100, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
@@ -79,7 +80,7 @@ def accepted(
     judge.options(ranks)
     judge.watched()
     if "optimizer" not in given:
-        judge.optimizer(lambda model, optimizer: None)  # shard() checks the real one
+        judge.optimizer(lambda *_: None)  # shard() checks the real one
     if "scheduler" not in given:
         judge.schedule()
     judged = replace(file, findings=tuple(judge.findings))
@@ -170,13 +171,15 @@ class _Judge:
             # zeros: an initialised layer would draw from the script's random numbers
             zeros = [torch.zeros(shape, device=device or "cpu") for shape in [(2, 2), (2,)]]
             model = nn.ParameterList(zeros)
+            needs = shard_options(kind, model)
             optimizer = make_optimizer(kind, params, list(model.parameters()))
-            check(model, optimizer)
+            check(model, optimizer, zs.Config(**needs))
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             with as_config_error(f"optimizer.params of {kind}"):
                 optimizer.step(lambda: 0.0)
-            return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            kinds = map(type, each_of(optimizer))
+            return " + ".join(f"{one.__module__}.{one.__name__}" for one in kinds)
 
         self._make("optimizer", make)
 
@@ -381,6 +384,7 @@ def initialize(
         if optimizer is not None:
             made = optimizer(list(parameters))
         elif (found := section(file.data, "optimizer")) is not None:
+            settings = settings.model_copy(update=shard_options(found[0], model))
             made = make_optimizer(*found, list(parameters))
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:

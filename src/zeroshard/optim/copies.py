@@ -306,7 +306,7 @@ _NUM_STEPS = 8  # RAdam begins at its sixth
 _MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
 
 # 0-d state of torch.optim that belongs to the whole parameter
-_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
 def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
@@ -390,7 +390,7 @@ def shard_state(
     piece: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            if value.shape == shape and not (value.dim() == 0 and key in _SCALARS):
+            if value.shape == shape and not (value.dim() == 0 and key in SCALARS):
                 flat = flatten(value.detach(), stride)[piece_start:piece_stop]
                 is_half = value.dtype in (torch.bfloat16, torch.float16)
                 piece[key] = flat.to(torch.float32) if is_half else flat.clone()

@@ -54,7 +54,7 @@ from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
 from zeroshard.core.work import Operation, Probe, Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Trimmer
-from zeroshard.optim.copies import TileOptimizer
+from zeroshard.optim.several import JointTileOptimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates
 from zeroshard.state.gradient import Gradient
@@ -93,8 +93,8 @@ class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
     tiles: deque[_TileStep]
-    host: TileOptimizer
-    device: TileOptimizer
+    host: JointTileOptimizer
+    device: JointTileOptimizer
     late: bool = False  # the weights are brought up to date by whoever waits for it
 
 
@@ -264,8 +264,8 @@ class TileRunner:
             return None
         return StepJob(
             steps,
-            TileOptimizer(self._optimizer, off_device=self._away),
-            TileOptimizer(self._optimizer, off_device=False),
+            JointTileOptimizer(self._optimizer, off_device=self._away),
+            JointTileOptimizer(self._optimizer, off_device=False),
             self.was_late,
         )
 
@@ -309,7 +309,7 @@ class TileRunner:
 
     def _step_on_device(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
-        opened = [self._optimizer.state[shard.tensor] for shard in tile.shards]
+        opened = [self._states.entries(shard)[shard.tensor] for shard in tile.shards]
         with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
             grad = step.gradient.fetch(tile.start, tile.stop)
             self._step(job.device, step, master, opened, grad)
@@ -365,7 +365,7 @@ class TileRunner:
 
     def _step(
         self,
-        optimizer: TileOptimizer,
+        optimizer: JointTileOptimizer,
         step: _TileStep,
         master: torch.Tensor,
         opened: list[dict[str, Any]],

@@ -19,7 +19,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -28,21 +27,32 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError
+from zeroshard.errors import StateError
 from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
+from zeroshard.optim.several import INTERRUPTED, JointOptimizer, OptimizerStep, each_of, groups_of
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import PartialState, TileStates, fitted_grad
 from zeroshard.state.local import local_of
 
-_INTERRUPTED = (
-    "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
-)
+
+class Usable(Protocol):
+    """Whether the states of an engine may be used."""
+
+    def check_trained(self) -> None:
+        """Raise StateError where the optimizer's state is not there, or not to be changed now."""
+
+    def pause(self, why: str | None) -> None:
+        """Raise StateError with `why` at every use from here on; None: no more."""
 
 
 class AroundStep(GradientOwner, Protocol):
     """The engine around a step."""
+
+    @property
+    def availability(self) -> Usable:
+        """Whether the states of the engine may be used."""
 
     def before_step(self) -> bool:
         """Finish the gradients; return whether the step may be taken (False: skip, the shards
@@ -67,57 +77,9 @@ class AroundStep(GradientOwner, Protocol):
         in `call`; then the weights follow. Raises, on every rank, what `check` raises on one.
         """
 
-    def check_states(self) -> None:
-        """Raise StateError where the optimizer's state is not there, or not to be changed now."""
-
-
-def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name)
-    and no others; frozen ones may be in it.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    held: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ConfigError(
-                    f"optimizer param group {index} holds a parameter of shape"
-                    f" {tuple(parameter.shape)} that is not one of this model's: build the"
-                    " optimizer from model.parameters() of the model given to shard()"
-                )
-            held[id(parameter)] = index
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and id(parameter) not in held
-    ]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"parameter {missing[0]!r}{more} is trainable but not in the optimizer: add it, or set"
-            " requires_grad=False before shard()"
-        )
-
-
-@dataclass(eq=False)
-class _OptimizerStep:
-    """One ``optimizer.step()``: how far it has come."""
-
-    has_begun: bool = False  # real gradients stand in the place of sealed ones
-    is_broken: bool = False  # the tiles' part of it has raised
-    in_closure: bool = False
-
-    def call(self, closure: Callable[[], Any]) -> Any:
-        """Return what the user's closure does."""
-        self.in_closure = True
-        try:
-            return closure()
-        finally:
-            self.in_closure = False
-
 
 class ShardedOptimizer:
-    """The tie between one optimizer and this rank's tiles of one engine."""
+    """The tie between one optimizer, or several as one, and this rank's tiles of one engine."""
 
     def __init__(
         self,
@@ -141,9 +103,11 @@ class ShardedOptimizer:
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step, self._part = around_step, part
         self._device = options.device
-        self._shapes = options.whole and not is_elementwise(optimizer)  # the step sees them whole
+        by_element = all(map(is_elementwise, each_of(optimizer)))
+        self._shapes = options.whole and not by_element  # the step sees them whole
         self._handles: list[Any] = []
-        self._step = _OptimizerStep()
+        self._several = isinstance(optimizer, JointOptimizer)
+        self._step = OptimizerStep(optimizer)
 
     def attach(self, tiles: Sequence[Tile]) -> None:
         """Replace every group's parameters by this rank's shards of them, which `tiles` hold.
@@ -152,14 +116,15 @@ class ShardedOptimizer:
         cannot be cut.
         """
         optimizer = self.optimizer
-        check_rule(optimizer, whole=self._shapes)
+        for one in each_of(optimizer):
+            check_rule(one, whole=self._shapes)
         self.parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._take(tiles)
-        new_state: dict[torch.Tensor, dict[str, Any]] = {}
+        new_state: list[tuple[ParamShard, dict[str, Any]]] = []
         for shard in self.pieces():
             state = optimizer.state.get(shard.parameter)
             if state:
-                new_state[shard.tensor] = shard_state(
+                piece = shard_state(
                     {key: local_of(value) for key, value in state.items()},
                     tuple(local_of(shard.parameter).shape),
                     shard.piece.start,
@@ -167,39 +132,59 @@ class ShardedOptimizer:
                     stride=shard.stride,
                     name=shard.name,
                 )
+                new_state.append((shard, piece))
         optimizer.state.clear()
-        optimizer.state.update(new_state)
+        for shard, piece in new_state:
+            self.states.entries(shard)[shard.tensor] = piece
         self._point()
         self.park()
-        self._handles = [
-            HiddenMethod(optimizer, "zero_grad", self._zero_grad),
+        self._handles = [*chain.from_iterable(map(self._hooked, each_of(optimizer)))]
+
+    def _hooked(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Let calls of one of the user's optimizers come here; return what ends that."""
+        return [
+            HiddenMethod(optimizer, "zero_grad", partial(self._zero_grad, optimizer)),
             *(
-                HiddenMethod(optimizer, name, partial(self._move, f"optimizer.{name}()"))
+                HiddenMethod(optimizer, name, partial(self._move, optimizer, f"optimizer.{name}()"))
                 for name in modes_of(optimizer)
             ),
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(lambda _: self._around_step.check_states()),
+            optimizer.register_state_dict_pre_hook(self._check_states),
             optimizer.register_state_dict_pre_hook(lambda _: self._part.refuse(self.num_finished)),
             optimizer.register_state_dict_post_hook(self._label_state),
+            optimizer.register_load_state_dict_pre_hook(self._check_states),
             optimizer.register_load_state_dict_pre_hook(
-                lambda *_: self._around_step.check_states()
-            ),
-            optimizer.register_load_state_dict_pre_hook(
-                lambda _, state: self._part.checked(state, self._groups)
+                lambda one, state: self._part.checked(state, self._groups_of(one))
             ),
             optimizer.register_load_state_dict_post_hook(lambda _: self.park()),
         ]
 
+    def _check_states(self, *_: Any) -> None:
+        self._around_step.availability.check_trained()
+
+    def _groups_of(self, one: torch.optim.Optimizer) -> list[list[ParamShard]]:
+        return self._groups[groups_of(self.optimizer, one)]
+
     def _zero_grad(
-        self, zero_grad: Callable[..., None], set_to_none: bool = True, **options: Any
+        self,
+        one: torch.optim.Optimizer,
+        zero_grad: Callable[..., None],
+        set_to_none: bool = True,
+        **options: Any,
     ) -> None:
         """Clear or zero the gradients assigned to the model's parameters, too, and zero what rests
         of those that this rank holds no shard of.
         """
+        given = self.parameters
+        if self._several:
+            again = partial(self._zero_grad, one, zero_grad, set_to_none, **options)
+            if self._step.zero_grad(one, again):
+                return
+            given = given[groups_of(self.optimizer, one)]
         zero_grad(set_to_none, **options)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in chain(*self.parameters):
+            for parameter in chain(*given):
                 if not set_to_none:
                     self._around_step.zero_gradient(parameter)
                 grad = parameter.grad
@@ -211,13 +196,20 @@ class ShardedOptimizer:
                     grad.zero_()
         self.release_dropped()
 
-    def _move(self, call: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _move(
+        self,
+        one: torch.optim.Optimizer,
+        call: str,
+        method: Callable[..., Any],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Call a `method` that moves the parameters; the weights follow."""
 
         def check() -> None:
             if self.rests_elsewhere:
                 raise StateError(
-                    f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
+                    f"{call} of {type(one).__qualname__} moves all parameters, and some"
                     " of their states rest on the host or on disk: leave the optimizer out of"
                     " offload="
                 )
@@ -358,13 +350,14 @@ class ShardedOptimizer:
         self.join()
         params = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         numbers = {id(tensor): index for index, tensor in enumerate(params)}
-        for shard in (one for one in self.pieces() if one.method.off_device):
+        groups = self._groups_of(optimizer)
+        for shard in (one for one in chain(*groups) if one.method.off_device):
             if held := self.states.of(shard):
                 state["state"][numbers[id(shard.tensor)]] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value
                     for key, value in {**held, **self.states.away(shard)}.items()
                 }
-        self._part.label(state, self._groups, self.num_finished)
+        self._part.label(state, groups, self.num_finished)
         return state
 
     # ------------------------------------------------------------------ sealed gradients
@@ -417,17 +410,12 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ a step
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a step has begun and not ended: an exception has ended it, or it is under way
-        now.
-        """
-        return self._step.has_begun and not self._step.in_closure
-
     def check_finished(self) -> None:
-        """Raise StateError where the last step has not ended."""
-        if self.is_interrupted:
-            raise StateError(_INTERRUPTED)
+        """Raise StateError where the last step has not ended: an exception has ended it, or some
+        of several optimizers have not stepped.
+        """
+        if self._step.has_begun and (why := self._step.unfinished) is not None:
+            raise StateError(why)
 
     def abandon(self, *, num_finished: int) -> None:
         """After an exception in a step: no step is under way, and the shards have no gradient.
@@ -436,7 +424,9 @@ class ShardedOptimizer:
         self.num_finished = num_finished
         with suppress(Exception):  # whoever has waited for it before was told
             self.join()
-        self._step, self.is_cut_off = _OptimizerStep(), False
+        if self._step.stepped:
+            self._around_step.availability.pause(None)
+        self._step, self.is_cut_off = OptimizerStep(self.optimizer), False
         if self._shapes:
             self.states.reshape(self._groups, self._entries, whole=False)
         self.clear()
@@ -444,11 +434,17 @@ class ShardedOptimizer:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self._check_entries()
+        if not self._step.has_begun:  # else some may show whole parameters
+            self._check_entries()
         if self._step.is_broken:
-            raise StateError(_INTERRUPTED)
+            raise StateError(INTERRUPTED)
         # args[0] is the optimizer itself
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._several:
+            self._step.check_turn(optimizer, closure)
+            self._prepare()
+            self._step.begins(optimizer, elsewhere=self.rests_elsewhere)
+            return None
         if closure is None:
             self._prepare()
             return None
@@ -527,7 +523,12 @@ class ShardedOptimizer:
     ) -> None:
         if not self._step.has_begun:  # the closure was never called: nothing was stepped
             return
-        self._step = _OptimizerStep()
+        if self._several and not self._step.ends(optimizer):
+            self._around_step.availability.pause(self._step.unfinished)
+            return
+        step, self._step = self._step, OptimizerStep(self.optimizer)
+        if self._several:
+            self._around_step.availability.pause(None)
         self.num_finished += 1
         if self._shapes:
             self.states.reshape(self._groups, self._entries, whole=False)
@@ -535,3 +536,5 @@ class ShardedOptimizer:
         self.seal()
         self._around_step.after_step(late=self.runner.was_late)
         self.is_cut_off = False
+        for zero_grad in step.cleared:
+            zero_grad()

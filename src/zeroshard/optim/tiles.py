@@ -20,7 +20,8 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import flatten, state_after_trial
+from zeroshard.optim.copies import SCALARS, flatten, state_after_trial
+from zeroshard.optim.several import owner, owner_of_group
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
@@ -53,8 +54,11 @@ class TileStates:
 
     def of(self, shard: ParamShard) -> dict[str, Any]:
         """Return the optimizer's own entry for a shard, {} before its first step."""
-        state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})
-        return state
+        return self.entries(shard).get(shard.tensor, {})
+
+    def entries(self, shard: ParamShard) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the state of the optimizer that steps a shard, by tensor."""
+        return owner(self._optimizer, shard.parameter).state
 
     def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the placeholder of `numel` numbers, the same object each time."""
@@ -110,7 +114,7 @@ class TileStates:
                     room.copy_(value)
                 state[key] = self._placeholder(shard.piece.numel, value.dtype)
             if state:
-                self._optimizer.state[shard.tensor] = state
+                self.entries(shard)[shard.tensor] = state
 
     @contextmanager
     def lent(self, tile: Tile) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
@@ -162,7 +166,8 @@ class TileStates:
                 tensor.data = change(shard, tensor.data)
                 state = self.of(shard)
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == before:
+                    is_scalar = not before and key in SCALARS  # of a parameter without dimensions
+                    if isinstance(value, torch.Tensor) and value.shape == before and not is_scalar:
                         state[key] = change(shard, value)
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
@@ -199,7 +204,8 @@ class TileStates:
         if here.type != "cpu":
             if (group, dtype) not in self._trials:
                 options = self._optimizer.param_groups[group]
-                trial = state_after_trial(self._optimizer, options, dtype, here, here)
+                rule = owner_of_group(self._optimizer, group)
+                trial = state_after_trial(rule, options, dtype, here, here)
                 self._trials[group, dtype] = trial
             kept = self._trials[group, dtype]
         for key, value in numbers.items():
@@ -223,14 +229,14 @@ class TileStates:
         if not tile.method.off_device:
             for shard in shards:
                 here = numbers[shard.span].to(shard.tensor.device, copy=True)
-                self._optimizer.state[shard.tensor][key] = here
+                self.entries(shard)[shard.tensor][key] = here
             return
         storage = tile.segment.moment(key, numbers.dtype)
         with storage.borrowed(*tile.moments_range, write=True) as room:
             room.copy_(numbers)
         for shard in shards:
             away = self._placeholder(shard.piece.numel, numbers.dtype)
-            self._optimizer.state[shard.tensor][key] = away
+            self.entries(shard)[shard.tensor][key] = away
 
     def drop(self, tiles: Sequence[Tile], key: str) -> None:
         """Forget state `key` of `tiles`, all of one segment, and give its memory back."""

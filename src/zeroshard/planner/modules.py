@@ -31,6 +31,7 @@ from zeroshard.core.precision import PRECISIONS, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.hetero import free_memory
 from zeroshard.nn.deferred import fingerprint_of
+from zeroshard.optim.several import each_of
 from zeroshard.planner import Axes, Machine, ModelShape, Plan, Training, describe, make_plan
 from zeroshard.planner.activations import trace_activations
 from zeroshard.planner.families import (
@@ -440,16 +441,17 @@ def _with_row(settings: Config, policy: Policy, machine: Machine) -> Config:
 def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Training:
     """Return what is known of the training. Without an optimizer nothing is kept for one."""
     precision = settings.resolved_precision()
-    kind = "adam"  # the most that is usual
-    if optimizer is None:
-        kind = "sgd"
-    elif isinstance(optimizer, torch.optim.SGD):
-        has_momentum = any(group["momentum"] for group in optimizer.param_groups)
-        kind = "momentum" if has_momentum else "sgd"
-    elif isinstance(optimizer, _ONE_STATE):
-        kind = "momentum"
-    elif any(group.get("fused") for group in optimizer.param_groups):
-        kind = "adam-fused"
+    kinds = {"sgd"}
+    for one in () if optimizer is None else each_of(optimizer):
+        kind = "adam"  # the most that is usual
+        if isinstance(one, torch.optim.SGD):
+            kind = "momentum" if any(group["momentum"] for group in one.param_groups) else "sgd"
+        elif isinstance(one, _ONE_STATE):
+            kind = "momentum"
+        elif any(group.get("fused") for group in one.param_groups):
+            kind = "adam-fused"
+        kinds.add(kind)
+    kind = next(kind for kind in ("adam", "adam-fused", "momentum", "sgd") if kind in kinds)
     budget = settings.accumulation_budget
     return Training(
         dtype_name(precision.compute),

@@ -378,6 +378,7 @@ class StateAccess:
         may be one that no backward follows.
         """
         self.check_open()
+        self._weights.availability.check_gather()
         self._faults.check(passes=False)
         if self._context.tiering.delayed_update is not None:
             schedule = self._weights.schedule

@@ -3,7 +3,7 @@
     state          weights are gathered     the numbers that rest are written, stepped, saved
     at rest        yes                      yes
     swapped        yes, the averages        no: trained numbers would be mixed with averages
-    off the device no                       no
+    paused         no                       no: off the device, or half a step is taken
     refused        no                       no, for ever (a forked child, a rank without a part)
 
 Whoever reads or writes numbers asks here, and nobody else decides: a gather (`check_gather`), and
@@ -17,7 +17,6 @@ from contextlib import contextmanager
 
 from zeroshard.errors import StateError
 
-_OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
 _SWAPPED = (
     "the weights are swapped for their average: train, save, load, change weights and step outside"
     " EMA.swapped(); inside it are forwards without a backward, engine.gathered() and"
@@ -31,7 +30,7 @@ class Availability:
     def __init__(self) -> None:
         self.refusal: str | None = None  # why nothing may be used, for ever
         self.is_given_up = False  # nothing of the engine is left but to close it
-        self._is_offloaded = False
+        self._paused: str | None = None  # why nothing may be used for now
         self.is_swapped = False  # averages rest in the place of the trained numbers
 
     def refuse(self, why: str) -> None:
@@ -42,9 +41,9 @@ class Availability:
         """The same, but for the engine's close(): what rests is not whole, or not here."""
         self.refusal, self.is_given_up = why, True
 
-    def offloaded(self, is_offloaded: bool) -> None:
-        """The states have left the device, or are back."""
-        self._is_offloaded = is_offloaded
+    def pause(self, why: str | None) -> None:
+        """Raise StateError with `why` at every use, until it is None."""
+        self._paused = why
 
     def check_open(self) -> None:
         """Raise StateError where nothing may be used any more."""
@@ -54,8 +53,8 @@ class Availability:
     def check_gather(self) -> None:
         """Raise StateError where weights cannot be gathered."""
         self.check_open()
-        if self._is_offloaded:
-            raise StateError(_OFFLOADED)
+        if self._paused is not None:
+            raise StateError(self._paused)
 
     def check_trained(self) -> None:
         """Raise StateError where what rests is not what is trained, or not there."""

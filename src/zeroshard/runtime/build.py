@@ -417,7 +417,7 @@ class Parts:
         """Raise StateError, naming the `call`, where something is under way that goes on with
         the layout as it is, or where the model is not the one that was sharded.
         """
-        self.loop.check_states()
+        self.weights.availability.check_trained()
         if (unsaved := self.context.faults.unsaved) is not None:
             raise StateError(f"{call}: what rests here is not whole: {unsaved}")
         if self.sharded is not None:

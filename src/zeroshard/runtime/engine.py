@@ -25,7 +25,8 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import placeholder_value
-from zeroshard.optim.sharded import ShardedOptimizer, check_parameters
+from zeroshard.optim.several import Optimizers, check_parameters, joined
+from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.accumulate import Accumulate, Accumulated, LossFn, check_accumulate
@@ -197,8 +198,8 @@ class Engine(Assembly):
             f" of {transport.size} over {self._context.axes.name(self._context.levels.name)})"
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shard `optimizer`, built from ``model.parameters()``, in place.
+    def attach(self, optimizer: Optimizers) -> None:
+        """Shard `optimizer`, or each of a list, built from ``model.parameters()``, in place.
 
         After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are
         in that precision; give the optimizer to ``shard()`` to keep the fp32 numbers. Raises
@@ -209,10 +210,11 @@ class Engine(Assembly):
         self._states.check_open(trained=True)
         if self._sharded is not None:
             raise ConfigError(
-                "an optimizer is attached already: one engine has one optimizer; use param groups,"
-                " or shard a second model"
+                "an optimizer is attached already: give all of a model's optimizers at once, as a"
+                " list, or use param groups"
             )
-        check_parameters(optimizer, named_parameters_once(self.module))
+        joint = joined(optimizer)
+        check_parameters(joint, named_parameters_once(self.module))
         with self._context.faults.together(lost=True):
             for unit in self._weights.units:
                 for segment in unit.trainable:
@@ -222,7 +224,7 @@ class Engine(Assembly):
                         segment.watch(strict=self._context.options.strict)
         tiles = StepTiles(self._weights.units, self._context)
         settings = step_settings(self._context, self._weights.units, self._backward.decisions)
-        sharded = ShardedOptimizer(optimizer, self._loop, *settings)
+        sharded = ShardedOptimizer(joint, self._loop, *settings)
         try:
             with self._context.faults.together(lost=True):
                 sharded.attach(tiles.all)
@@ -233,7 +235,7 @@ class Engine(Assembly):
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
-        on the same rank of as many ranks.
+        on the same rank of as many ranks (``engine.optimizer.load_state_dict()`` of several).
 
         It is no checkpoint by itself: `zeroshard.save` writes one, which loads on any number of
         ranks.

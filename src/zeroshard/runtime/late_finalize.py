@@ -24,6 +24,7 @@ import torch
 
 from zeroshard.errors import StateError
 from zeroshard.memory import Mark, bounce_buffer, note_copy
+from zeroshard.optim.several import each_of
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.finalize import DIVERGED, Finalizer
@@ -106,7 +107,7 @@ class LateFinalizer(Finalizer):
             begun = [one for one in states if one.get("momentum_buffer") is not None]
             if not group.get("fused") or (held and not begun):
                 return False
-        return type(optimizer) in _FUSED
+        return all(type(one) in _FUSED for one in each_of(optimizer))
 
     def _judge(self, culprits: Sequence[str], answers: Sequence[Any], norm: bool) -> None:
         known = min([answer.known for answer in answers], default=0)
@@ -180,7 +181,8 @@ class LateFinalizer(Finalizer):
             return bool(self._finite)
         found = torch.empty((), device=self._device)
         torch.ne(odd.sum(), 0, out=found)
-        vars(self._backward.optimizer.optimizer)["found_inf"] = found
+        for one in each_of(self._backward.optimizer.optimizer):
+            vars(one)["found_inf"] = found
         here = bounce_buffer(len(odd), odd.dtype, self._device)
         here.copy_(odd, non_blocking=True)
         self._pending.append(_Verdict(self._digest.step, here, copied := Mark(self._device)))
@@ -194,8 +196,9 @@ class LateFinalizer(Finalizer):
     def _end_step(self) -> None:
         self._odd = self._total = None
         self._reads = False
-        if self._backward.optimizer is not None:
-            vars(self._backward.optimizer.optimizer).pop("found_inf", None)
+        sharded = self._backward.optimizer
+        for one in () if sharded is None else each_of(sharded.optimizer):
+            vars(one).pop("found_inf", None)
 
     def continue_from(self, step: int, skipped: int) -> None:
         self._pending.clear()

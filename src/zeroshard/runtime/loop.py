@@ -62,6 +62,7 @@ class Loop:
         events: StepEvents,
     ) -> None:
         self.weights = weights
+        self.availability = weights.availability
         self.backward = backward
         self.events = events
         self._context = context
@@ -263,15 +264,11 @@ class Loop:
         """
         with self._context.transport.control.together(call) as meeting:
             self.check_between_steps(call)
-            self.check_states()
+            self.availability.check_trained()
             check()
             meeting.compare({"call": call})
         with self._rest.rewriting():
             yield
-
-    def check_states(self) -> None:
-        """Raise StateError where what rests is not what is trained, or not there."""
-        self.weights.availability.check_trained()
 
     def zero_gradient(self, parameter: nn.Parameter | None) -> None:
         """The ``zero_()`` of a sealed gradient on the optimizer's side was called."""

@@ -50,6 +50,8 @@ from zeroshard.state.local import leave_hollow
 from zeroshard.state.state import State, move
 from zeroshard.tier.stores import HostStore
 
+_OFFLOADED = "the states are off the device: call engine.reload_states() on every rank first"
+
 # ----------------------------------------------------------------------------------- offload states
 # Empty the device between phases: every state to the host and back, bit for bit.
 #
@@ -117,7 +119,7 @@ class OffloadedStates:
                 self._put_memory(segment.key, flat.rest.tensor)
             if master is not None and master.tensor is not None and segment.aliased < master.split:
                 self._put_memory(segment.key, master.tensor)
-        self._weights.availability.offloaded(True)
+        self._weights.availability.pause(_OFFLOADED)
 
     def end(self) -> None:
         """Bring everything back. Collective."""
@@ -129,7 +131,7 @@ class OffloadedStates:
         for segment in self._weights.segments:
             segment.flat.publish_everywhere()
         self._store.close()
-        self._weights.availability.offloaded(False)
+        self._weights.availability.pause(None)
         self._weights.run(self._weights.schedule.publish())
 
     def _copy_out(self, name: str, tensor: torch.Tensor) -> State:

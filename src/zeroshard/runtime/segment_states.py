@@ -163,7 +163,7 @@ class SegmentStates:
             if numbers.get(shard.name):
                 group = group_of[id(shard.parameter)]
                 placed = sharded.states.placed(shard, group, numbers[shard.name])
-                sharded.optimizer.state[shard.tensor] = placed
+                sharded.states.entries(shard)[shard.tensor] = placed
 
     def found(self) -> dict[str, tuple[torch.dtype, set[str]]]:
         """Return the kinds, the dtype of each, and the parameters that have one of the

@@ -40,6 +40,7 @@ from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import CheckpointError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import allocate, deferred_init, materialize
+from zeroshard.optim.several import Optimizers, joined
 from zeroshard.runtime.context import Context, Faults, Options, Tiering
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.leaves import Leaves
@@ -65,7 +66,7 @@ _MANY = 16  # ranks from which it is told that a backend rounds their sum at eac
 
 def shard(
     model: nn.Module | PipelineStage | Sequence[PipelineStage],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     stage: int | None = None,
     *,
     policy: str | Policy | None = None,
@@ -103,7 +104,8 @@ def shard(
         return build_config(config, stage=stage, policy=policy, units=units, **overrides)
 
     def read() -> tuple[Call, Config]:
-        return Call(model_of(model), optimizer, mesh_axes, sync_from), settings()
+        joint = None if optimizer is None else joined(optimizer)
+        return Call(model_of(model), joint, mesh_axes, sync_from), settings()
 
     limit_s = None
     with suppress(Exception):  # `read` raises it, where all ranks hear of it

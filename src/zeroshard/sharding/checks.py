@@ -17,7 +17,7 @@ from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.errors import ConfigError
 from zeroshard.optim.copies import check_rule, is_elementwise
-from zeroshard.optim.sharded import check_parameters
+from zeroshard.optim.several import check_parameters, each_of
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.units import UnitPlan, check_overlap, named_parameters_once
@@ -72,16 +72,18 @@ def check_model(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
-    check_rule(optimizer, whole=settings is not None and settings.ownership is not None)
+    for one in each_of(optimizer):
+        check_rule(one, whole=settings is not None and settings.ownership is not None)
     if settings is not None:
         check_whole_steps(optimizer, settings)
 
 
 def check_whole_steps(optimizer: torch.optim.Optimizer, settings: Config) -> None:
     """Raise ConfigError for an optimizer of whole parameters that would be stepped in parts."""
-    if settings.ownership and settings.offload.away and not is_elementwise(optimizer):
+    by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
+    if settings.ownership and settings.offload.away and by_matrix:
         raise ConfigError(
-            f"optimizer {type(optimizer).__qualname__} steps whole parameters on the device, and"
+            f"optimizer {type(by_matrix[0]).__qualname__} steps whole parameters on the device, and"
             " offload rests them elsewhere in parts: leave offload out, or take an elementwise"
             " optimizer, for example torch.optim.AdamW"
         )

@@ -49,6 +49,7 @@ from zeroshard.errors import (
     ZeroshardError,
 )
 from zeroshard.hetero import resolved
+from zeroshard.optim.several import each_of
 from zeroshard.runtime.build import Parts, PlannedUnits, build_units, plan_units
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.ema import averages_of, updates_of
@@ -91,7 +92,8 @@ def take_over(engine: Engine, known: Mapping[str, Any]) -> None:
             parts.sharded.optimizer.param_groups, known["groups"], strict=True
         ):
             group.update({key: decode(value, _no_tensor) for key, value in options.items()})
-        if hasattr(parts.sharded.optimizer.step, "_wrapped_by_lr_sched"):
+        steps = [one.step for one in each_of(parts.sharded.optimizer)]
+        if any(hasattr(step, "_wrapped_by_lr_sched") for step in steps):
             _log.warning(
                 "rank %d comes back, and its learning rate scheduler stood still while it was away:"
                 " before its next step(), load the state_dict() of a scheduler on a rank that"

@@ -32,6 +32,7 @@ from zeroshard.core.shares import Shares, WholeParameters, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
+from zeroshard.optim.several import class_name
 from zeroshard.runtime.build import compute_dtypes, dealer_of, gradient_bytes
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
@@ -169,7 +170,7 @@ def _model_report(
         report[f"parameter {name}"] = f"{whole_shape(parameter)} {dtype} {kind}"
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
-    report["optimizer"] = type(optimizer).__name__
+    report["optimizer"] = class_name(optimizer)
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
         params = [names[id(parameter)] for parameter in group["params"]]
         report[f"optimizer param group {index}"] = ", ".join(params)
