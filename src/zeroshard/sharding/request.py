@@ -308,6 +308,9 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         )
     refuse_inside("shard()")
     checks.check_model(model, call.optimizer, settings)
+    if call.optimizer is not None:
+        is_first = mesh_axes.rank == 0
+        checks.check_whole_steps(call.optimizer, settings, model, is_first=is_first)
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)
