@@ -377,12 +377,12 @@ class TileRunner:
         members: dict[int, list[nn.Parameter]] = {}
         states: dict[torch.Tensor, dict[str, Any]] = {}
         stepped: dict[int, nn.Parameter] = {}
-        shapes, shards = self._states.shapes, step.tile.shards
+        whole, shards = self._states.whole, step.tile.shards
         for index, shard in enumerate(shards):
             if not step.used[index]:
                 continue
             numbers, own = master[shard.span], grad[shard.span].to(master.dtype)
-            if shapes:
+            if whole:
                 numbers, own = shaped(shard, numbers), shaped(shard, own)
                 reshape_state(shard, opened[index], whole=True)
             parameter = stepped[index] = nn.Parameter(numbers)
@@ -394,7 +394,7 @@ class TileRunner:
         finally:
             for index, parameter in stepped.items():
                 opened[index] = states[parameter]
-                if shapes:
+                if whole:
                     reshape_state(shards[index], opened[index], whole=False)
 
 

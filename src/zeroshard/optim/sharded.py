@@ -29,7 +29,7 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
@@ -133,7 +133,8 @@ class ShardedOptimizer:
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
-        self.states = TileStates(optimizer, whole=options.whole)
+        self._shapes = options.whole and not is_elementwise(optimizer)  # the step sees them whole
+        self.states = TileStates(optimizer, whole=self._shapes)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
@@ -141,7 +142,6 @@ class ShardedOptimizer:
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step, self._part = around_step, part
         self._device = options.device
-        self._shapes = self.states.shapes
         self._handles: list[Any] = []
         self._step = _OptimizerStep()
 

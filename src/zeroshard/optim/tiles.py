@@ -20,7 +20,7 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import flatten, is_elementwise, state_after_trial
+from zeroshard.optim.copies import flatten, state_after_trial
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
@@ -52,10 +52,9 @@ def reshape_state(shard: ParamShard, state: dict[str, Any], *, whole: bool) -> N
 class TileStates:
     """The state of one optimizer, wherever it rests."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> None:
-        """`whole`: ranks own whole parameters."""
-        # whether a step sees parameters in the shapes of the model
-        self.shapes = whole and not is_elementwise(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+        """`whole`: the optimizer steps whole parameters in their shapes."""
+        self.whole = whole
         self._optimizer = optimizer
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype

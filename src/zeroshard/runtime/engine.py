@@ -222,7 +222,7 @@ class Engine(Assembly):
                         segment.watch(strict=self._context.options.strict)
         settings = step_settings(self._context, self._weights.units, self._backward.decisions)
         sharded = ShardedOptimizer(optimizer, self._loop, *settings)
-        tiles = StepTiles(self._weights.units, self._context, whole=sharded.states.shapes)
+        tiles = StepTiles(self._weights.units, self._context, whole=sharded.states.whole)
         try:
             with self._context.faults.together(lost=True):
                 sharded.attach(tiles.all)

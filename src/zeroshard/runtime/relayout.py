@@ -359,8 +359,8 @@ class Move:
     def built(self, segment: Segment, cells: Cells) -> None:
         flat, tiles = segment.flat, list[Tile]()
         if segment.master is not None and self._sharded is not None:
-            shapes = self._sharded.states.shapes
-            tiles = cut_tiles(segment, cells, flat.context, whole=shapes)
+            whole = self._sharded.states.whole
+            tiles = cut_tiles(segment, cells, flat.context, whole=whole)
             self.cut.append(tiles)
         here = SegmentStates(segment, tiles, self._sharded, self._averages, len(self.cut) - 1)
         here.set_numbers(self._numbers)
