@@ -466,14 +466,30 @@ def test_bad_lists_are_one_clear_line_on_every_rank(rank: int) -> None:
         with pytest.raises(zs.ConfigError, match=told) as error:
             zs.shard(model, given)
         assert "\n" not in str(error.value)
-    muon = _muon(model)
-    with pytest.raises(zs.ConfigError, match="Muon steps whole parameters on the device"):
-        zs.shard(model, muon, ownership="whole", offload={"optimizer": "host"})
+    told = r"Muon \+ AdamW steps whole parameters, and the largest, '(first|last).weight' of 2880"
+    with pytest.raises(zs.ConfigError, match=told):
+        offload = {"optimizer": "disk", "disk_path": ".", "staging_bytes": 1 << 16}
+        zs.shard(model, _muon(model), ownership="whole", offload=offload)
     with pytest.raises(zs.PlanMismatch, match=r"'optimizer'.*SGD \+ AdamW"):
         zs.shard(model, _sgd(model)[:: 1 - 2 * rank])
     engine = zs.shard(model, _sgd(model))
     with pytest.raises(zs.ConfigError, match=r"attached already: give all .* as a list"):
         engine.attach(_sgd(model))
+    engine.close()
+
+
+@on_ranks(2)
+def test_what_is_stepped_by_elements_is_cut_where_that_evens_the_ranks(rank: int) -> None:
+    model = _model()
+    optimizers = _muon(model)
+    engine = zs.shard(model, optimizers, ownership="whole", units=[nn.Linear])
+    muon, adamw = ([[*group["params"]] for group in one.param_groups] for one in optimizers)
+    assert {p.numel() for p in muon[0]} <= {0, 40 * 72}
+    table = adamw[0][0]
+    assert 0 < table.numel() < 24 * 40
+    numel = sum(p.numel() for group in (*muon, *adamw) for p in group)
+    trained = sum(p.numel() for p in _model().parameters() if p.requires_grad)
+    assert abs(numel - trained / 2) < 4 * 64
     engine.close()
 
 

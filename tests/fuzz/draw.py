@@ -7,6 +7,7 @@ drawn, so that the seeds keep their meaning, and then switched off.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.fuzz.program import (
     EVENTS,
     INTERRUPTS,
     READS,
+    WHOLE_TIERS,
     WRITES,
     Layer,
     Micro,
@@ -65,11 +67,16 @@ def _drawn(seed: int) -> Program:
     program = _with_options(Program(seed), rng)
     program = replace(program, shares=_shares(seed, program.world))
     own = random.Random(f"ownership of {seed}")
-    if seed >= OWNED and own.random() < 0.4:
+    if seed >= OWNED and own.random() < (0.4 if seed < WHOLE_TIERS else 0.8):
         program = replace(program, shares=None, ownership="whole")
-        if own.random() < 0.5:
+        if own.random() < (0.5 if seed < WHOLE_TIERS else 0.8):
             program = replace(program, optimizer=own.choice([*WHOLE]))
-    if seed >= SEVERAL and own.random() < 0.6:
+        if seed >= WHOLE_TIERS and own.random() < 0.7:
+            tiers = own.choice(_choices(program.row))
+            program = replace(
+                program, weight_tier=tiers[0], grad_tier=tiers[1], optimizer_tier=tiers[2]
+            )
+    if SEVERAL <= seed < WHOLE_TIERS and own.random() < 0.6:
         program = replace(program, several=True)
         if program.ownership and own.random() < 0.5:
             program = replace(program, optimizer="muon")
@@ -277,16 +284,19 @@ def _with_looks(program: Program) -> Program:
     return replace(program, looks=looks and program.precision != "fp16")
 
 
+def _choices(row: str) -> list[tuple[str, str, str]]:
+    """Return the tiers that weights, gradients and optimizer may rest on."""
+    every = itertools.product(TIERS, repeat=3)
+    return [(w, g, o) for w, g, o in every if tiers_allowed(row, w, g, o)]
+
+
 def _with_options(program: Program, rng: random.Random) -> Program:
     world = rng.choice((2,) * 16 + (1, 1, 3, 4))
     row = rng.choice((*ROWS, "zero3", "zero1"))
     precision = rng.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
     tiers = ("device",) * 3
     if rng.random() < 0.4:
-        choices = [
-            (w, g, o) for w in TIERS for g in TIERS for o in TIERS if tiers_allowed(row, w, g, o)
-        ]
-        tiers = rng.choice(choices)
+        tiers = rng.choice(_choices(row))
     tokens = rng.random() < 0.25
     codec = rng.choice(("int8", "fp8")) if rng.random() < 0.08 else None
     return replace(

@@ -16,6 +16,7 @@ from zeroshard.core.policy import ROWS, row
 
 # whose weights rest sharded over all ranks, so that a codec takes them
 CODED_ROWS = ("zero3", "hpz")
+WHOLE_TIERS = 106_000  # from this seed on steps of whole parameters may rest on other tiers
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
@@ -220,7 +221,7 @@ def repair(program: Program) -> Program:
     if program.optimizer in ("lamb", "hybrid", "muon"):
         if program.ownership is None or (program.optimizer == "muon" and not program.several):
             program = replace(program, optimizer="adamw")
-        else:  # steps in parts of whole parameters are refused
+        elif program.seed < WHOLE_TIERS:
             tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
             program = replace(program, **tiers)
     if program.transport == "nccl" and (program.shares or program.ownership):
@@ -354,6 +355,8 @@ def _without_routes(program: Program) -> Program:
 def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
+        if program.optimizer in ("lamb", "hybrid"):
+            program = replace(program, optimizer="adamw")
         program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer

@@ -30,7 +30,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from zeroshard.core.layout import ALIGN, Layout, round_up
+from zeroshard.core.layout import ALIGN, Layout, Range, round_up
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
@@ -94,6 +94,26 @@ class WholeParameters:
     """
 
     cut: frozenset[str] = frozenset()
+
+    def uncut(self, span: Range, layout: Layout) -> list[Range]:
+        """Return the ranges of `span` of a buffer, from its start on, that hold one parameter each
+        which is not cut anywhere.
+        """
+        low, high = span
+        return [
+            (slot.offset - low, round_up(slot.stop, layout.align) - low)
+            for slot in layout.slots
+            if low <= slot.offset < high and slot.name not in self.cut
+        ]
+
+    def nearest(self, split: int, span: Range, layout: Layout) -> int:
+        """Return the place nearest to `split` at which the first elements of `span` may end, so
+        that each parameter rests whole on one tier.
+        """
+        for start, stop in self.uncut(span, layout):
+            if start < split < stop:
+                return start if split - start <= stop - split else stop
+        return split
 
 
 _SMALLEST = 10**9  # parts of one that numbers are rounded to: 0.1 is a tenth
@@ -191,6 +211,22 @@ def whole_shares(
         loads = [load + more for load, more in zip(loads, got, strict=True)]
         shares[at] = tuple(got)
     return shares
+
+
+def whole_tiles(split: int, numel: int, tile_numel: int, uncut: Sequence[Range]) -> list[Range]:
+    """Return [split, numel) in ranges of at most `tile_numel` elements, none of which ends inside
+    one of `uncut`: larger ones, where these are larger.
+    """
+    out, start = list[Range](), split
+    while start < numel:
+        stop = min(start + tile_numel, numel)
+        for low, high in uncut:
+            if low < stop < high:
+                stop = low if low > start else high
+                break
+        out.append((start, stop))
+        start = stop
+    return out
 
 
 @dataclass

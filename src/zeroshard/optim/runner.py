@@ -56,7 +56,7 @@ from zeroshard.errors import StorageError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.several import JointTileOptimizer
 from zeroshard.optim.shards import StepMethod, Tile
-from zeroshard.optim.tiles import TileStates
+from zeroshard.optim.tiles import TileStates, reshape_state, shaped
 from zeroshard.state.gradient import Gradient
 from zeroshard.tier.transfer import Memory
 
@@ -372,21 +372,30 @@ class TileRunner:
         grad: torch.Tensor,
     ) -> None:
         """Step the shards of a tile, on parameters of the moment: the optimizer's own are the
-        user's to look at meanwhile.
+        user's to look at meanwhile. Where the rule goes by parameters, they have their shapes.
         """
         members: dict[int, list[nn.Parameter]] = {}
         states: dict[torch.Tensor, dict[str, Any]] = {}
         stepped: dict[int, nn.Parameter] = {}
-        for index, shard in enumerate(step.tile.shards):
+        by_shape, shards = self._states.by_shape, step.tile.shards
+        for index, shard in enumerate(shards):
             if not step.used[index]:
                 continue
-            parameter = stepped[index] = nn.Parameter(master[shard.span])
-            parameter.grad = grad[shard.span].to(master.dtype)
+            numbers, own = master[shard.span], grad[shard.span].to(master.dtype)
+            if by_shape[shard.group]:
+                numbers, own = shaped(shard, numbers), shaped(shard, own)
+                reshape_state(shard, opened[index], whole=True)
+            parameter = stepped[index] = nn.Parameter(numbers)
+            parameter.grad = own
             members.setdefault(shard.group, []).append(parameter)
             states[parameter] = opened[index]
-        states = optimizer.step(members, states)
-        for index, parameter in stepped.items():
-            opened[index] = states[parameter]
+        try:
+            states = optimizer.step(members, states)
+        finally:
+            for index, parameter in stepped.items():
+                opened[index] = states[parameter]
+                if by_shape[shards[index].group]:
+                    reshape_state(shards[index], opened[index], whole=False)
 
 
 _WAYS = {

@@ -69,7 +69,7 @@ class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers as one: ``engine.optimizer`` of an engine that has several."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # not the base's: there are no groups, hooks and state beside those of the optimizers
+        # not the base's: groups, hooks and state are the optimizers' own
         self.optimizers, self.defaults = tuple(optimizers), {}
         # by id of each parameter that is in a group now
         self.owners = {

@@ -28,7 +28,7 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
-from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of, shard_state
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.several import INTERRUPTED, JointOptimizer, OptimizerStep, each_of, groups_of
@@ -95,7 +95,8 @@ class ShardedOptimizer:
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
-        self.states = TileStates(optimizer)
+        self.states = TileStates(optimizer, whole=options.whole)
+        self._shapes = self.states.whole  # the step sees some parameters in their shapes
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
@@ -103,8 +104,6 @@ class ShardedOptimizer:
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step, self._part = around_step, part
         self._device = options.device
-        by_element = all(map(is_elementwise, each_of(optimizer)))
-        self._shapes = options.whole and not by_element  # the step sees them whole
         self._handles: list[Any] = []
         self._several = isinstance(optimizer, JointOptimizer)
         self._step = OptimizerStep(optimizer)

@@ -20,9 +20,9 @@ import torch
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import SCALARS, flatten, state_after_trial
-from zeroshard.optim.several import owner, owner_of_group
-from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.optim.copies import SCALARS, flatten, is_elementwise, state_after_trial
+from zeroshard.optim.several import each_of, owner, owner_of_group
+from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
 
@@ -31,22 +31,40 @@ def fitted_grad(shard: ParamShard, flat: torch.Tensor | None) -> torch.Tensor | 
     """Return the `flat` gradient of `shard` in the shape that its tensor has now."""
     if flat is None or flat.shape == shard.tensor.shape:
         return flat
-    return _shaped(shard, flat)
+    return shaped(shard, flat)
 
 
-def _shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
+def shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
+    """Return the `flat` numbers of `shard`, a whole parameter, in the shape of this one."""
     shape = local_of(shard.parameter).shape
     return flat.as_strided(shape, shard.stride, flat.storage_offset())
 
 
-def _flattened(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
-    return flatten(tensor, shard.stride)
+def reshape_state(shard: ParamShard, state: dict[str, Any], *, whole: bool) -> None:
+    """Give what has a number per element in the `state` of `shard`, a whole parameter, its shape,
+    or make it flat again.
+    """
+    flat, shape = torch.Size([shard.piece.numel]), local_of(shard.parameter).shape
+    for key, value in state.items():
+        if not (whole or shape) and key in SCALARS:  # of a parameter without dimensions
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == (flat if whole else shape):
+            state[key] = shaped(shard, value) if whole else flatten(value, shard.stride)
 
 
 class TileStates:
     """The state of one optimizer, wherever it rests."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+        """`whole`: parameters lie whole in the tiles, and are stepped in their shapes where the
+        rule is not known to be elementwise.
+        """
+        self.by_shape = [  # by param group
+            whole and not is_elementwise(one)
+            for one in each_of(optimizer)
+            for _ in one.param_groups
+        ]
+        self.whole = any(self.by_shape)
         self._optimizer = optimizer
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
@@ -150,25 +168,25 @@ class TileStates:
         *,
         whole: bool,
     ) -> None:
-        """Show the optimizer the shards of its `groups`, which are whole parameters, and their
-        state in the shapes of these, and no empty ones; or make them flat again, and show all
+        """Show the optimizer the shards of its `groups` that its own step takes, which are whole
+        parameters, and their state in the shapes of these; or make them flat again, and show all
         `entries`. They lose their gradients.
         """
-        for group, shown, shards in zip(self._optimizer.param_groups, entries, groups, strict=True):
-            group["params"] = [*shown] if shards or not whole else []
-            for shard in shards:
+        for by_shape, group, shown, shards in zip(
+            self.by_shape, self._optimizer.param_groups, entries, groups, strict=True
+        ):
+            if not by_shape:
+                continue
+            own = [shard for shard in shards if shard.method is StepMethod.BY_USER]
+            group["params"] = [shard.tensor for shard in own] if whole else [*shown]
+            for shard in own:
                 tensor, shape = shard.tensor, local_of(shard.parameter).shape
                 if (tensor.shape == shape) is whole:
                     continue
-                before = tensor.shape
                 tensor.grad = None
-                change = _shaped if whole else _flattened
-                tensor.data = change(shard, tensor.data)
-                state = self.of(shard)
-                for key, value in state.items():
-                    is_scalar = not before and key in SCALARS  # of a parameter without dimensions
-                    if isinstance(value, torch.Tensor) and value.shape == before and not is_scalar:
-                        state[key] = change(shard, value)
+                flat = tensor.data
+                tensor.data = shaped(shard, flat) if whole else flatten(flat, shard.stride)
+                reshape_state(shard, self.of(shard), whole=whole)
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
         """Return what of the state of a shard has a number per element."""

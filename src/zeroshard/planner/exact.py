@@ -167,7 +167,7 @@ def placed(laid_out: LaidOut, policy: Policy, training: Training, rank: int = 0)
     groups = [(one, policy.cells(unit.name)) for unit, of in units for one in of]
     count: Counter[tuple[object, DeviceCut, Cells]] = Counter()
     first: dict[tuple[object, DeviceCut, Cells], LaidOutGroup] = {}
-    cuts = _cuts([one for one, _ in groups], policy.default, training, rank)
+    cuts = _cuts([one for one, _ in groups], policy.default, training, rank, laid_out.shares)
     for (one, cells), cut in zip(groups, cuts, strict=True):
         key = ((one.unit, one.group.dtype, one.group.trained), cut, cells)
         first.setdefault(key, one)
@@ -182,7 +182,7 @@ def cells_by_unit(
     cells between which they then move (`step_routes`): one tuple for all that are placed alike.
     """
     groups = [one for unit in laid_out.by_unit for one in unit]
-    cuts = iter(_cuts(groups, policy.default, training, 0))
+    cuts = iter(_cuts(groups, policy.default, training, 0, laid_out.shares))
     made: dict[tuple[int, tuple[DeviceCut, ...], str], tuple[Placed, ...]] = {}
     kinds = zip(laid_out.alike, laid_out.model.units, laid_out.by_unit, strict=True)
     for kind, unit, of in kinds:
@@ -195,18 +195,29 @@ def cells_by_unit(
 
 
 def _cuts(
-    groups: Sequence[LaidOutGroup], cells: Cells, training: Training, rank: int
+    groups: Sequence[LaidOutGroup],
+    cells: Cells,
+    training: Training,
+    rank: int,
+    shares: Shares | WholeParameters | None,
 ) -> Iterator[DeviceCut]:
     """Yield where `rank`'s states of `groups` are cut: the groups of all units, in order."""
     trained = [one for one in groups if one.group.trained]
 
-    def split(cell: Cell, held: Sequence[int]) -> list[int]:
-        here = cell.tier is Tier.DEVICE
-        return list(held) if here else splits(held, training.fraction, training.align)
+    def split(tier: Tier, of: Sequence[LaidOutGroup], cell: Cell) -> list[int]:
+        held = [one.held(cell, rank) for one in of]
+        if tier is Tier.DEVICE:
+            return held
+        cuts = splits(held, training.fraction, training.align)
+        if not isinstance(shares, WholeParameters):
+            return cuts
+        layouts = [one.layout for one in of]
+        spans = [layout.span(rank, layout.scope(cell)) for layout in layouts]
+        return list(map(shares.nearest, cuts, spans, layouts))
 
-    stepped = [one.held(cells.optim, rank) for one in trained]
-    weights = split(cells.weight, [one.held(cells.weight, rank) for one in groups])
-    pairs = iter(zip(split(cells.grad, stepped), split(cells.optim, stepped), strict=True))
+    weights = split(cells.weight.tier, groups, cells.weight)
+    grads = split(cells.grad.tier, trained, cells.optim)
+    pairs = iter(zip(grads, split(cells.optim.tier, trained, cells.optim), strict=True))
     for one, weight in zip(groups, weights, strict=True):
         yield DeviceCut(weight, *(next(pairs) if one.group.trained else (0, 0)))
 

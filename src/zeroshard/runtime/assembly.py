@@ -351,7 +351,7 @@ class Assembly:
         if self._sharded is None:
             return
         units = self._weights.units
-        tiles = StepTiles(units, self._context, cut)
+        tiles = StepTiles(units, self._context, cut, whole=self._sharded.states.whole)
         settings = step_settings(self._context, units, self._backward.decisions)
         self._sharded.rejoin(tiles.all, self._loop, *settings)
         self._step_with(self._sharded, tiles)

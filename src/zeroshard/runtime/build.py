@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -218,13 +217,12 @@ def gradient_bytes(
 
 def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
     """Return where each segment's states are cut between the device and other tiers."""
-    # an encoding is cut between two of its blocks
-    split = partial(context.tiering.splits, align=context.options.codecs.align)
-    weights = split("weight", [p.cells.weight.tier for p in plans], [p.num_weights for p in plans])
     trained = [p for p in plans if p.trainable]
-    stepped_here = [p.num_stepped for p in trained]
-    grads = split("grad", [p.cells.grad.tier for p in trained], stepped_here)
-    optims = split("optimizer", [p.cells.optim.tier for p in trained], stepped_here)
+    held = [(p, p.cells.weight, p.rank) for p in plans]
+    weights = _cut("weight", [p.cells.weight.tier for p in plans], held, context)
+    held = [(p, p.cells.optim, p.rank) for p in trained]
+    grads = _cut("grad", [p.cells.grad.tier for p in trained], held, context)
+    optims = _cut("optimizer", [p.cells.optim.tier for p in trained], held, context)
     stepped = {p.key: (grad, optim) for p, grad, optim in zip(trained, grads, optims, strict=True)}
     # only these have a window, which all ranks make together
     stay = _stay_everywhere("weight", [(p, p.cells.weight) for p in plans], context)
@@ -234,6 +232,24 @@ def _split(plans: Sequence[SegmentPlan], context: Context) -> list[Splits]:
         Splits(weight, *stepped.get(p.key, (0, 0)), p.key in stay, p.key in sums)
         for p, weight in zip(plans, weights, strict=True)
     ]
+
+
+def _cut(
+    state: str,
+    tiers: Sequence[Tier],
+    held: Sequence[tuple[SegmentPlan, Cell, int]],
+    context: Context,
+) -> list[int]:
+    """Return how much of `state` rests on the device of what is `held` of segments: as much as a
+    rank holds in a cell.
+    """
+    spans = [p.layout.span(rank, p.layout.scope(cell)) for p, cell, rank in held]
+    # an encoding is cut between two of its blocks
+    align, numels = context.options.codecs.align, [stop - start for start, stop in spans]
+    cuts, shares = context.tiering.splits(state, tiers, numels, align=align), context.options.shares
+    if not isinstance(shares, WholeParameters):
+        return cuts
+    return list(map(shares.nearest, cuts, spans, [p.layout for p, _, _ in held]))
 
 
 def _stay_everywhere(
@@ -246,13 +262,12 @@ def _stay_everywhere(
     alike = context.options.shares is None and not tiering.differs(state)
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
-        held = [p.layout.held(p.rank if alike else rank, cell) for p, cell in plans]
-        by_rank, align = tiering.away.get(state, (Tier.DEVICE,)), context.options.codecs.align
+        held = [(p, cell, p.rank if alike else rank) for p, cell in plans]
+        by_rank = tiering.away.get(state, (Tier.DEVICE,))
         tiers = [by_rank[rank % len(by_rank)]] * len(plans)
-        splits = tiering.splits(state, tiers, held, align=align)
-        for (plan, _), split, numel in zip(plans, splits, held, strict=True):
-            if split < numel:
-                out.discard(plan.key)
+        for (p, cell, of), split in zip(held, _cut(state, tiers, held, context), strict=True):
+            if split < p.layout.held(of, cell):
+                out.discard(p.key)
         if alike:
             break
     return out
@@ -494,7 +509,7 @@ def step_settings(
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
-        whole=isinstance(context.options.shares, WholeParameters) and not tiering.away,
+        whole=isinstance(context.options.shares, WholeParameters),
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )

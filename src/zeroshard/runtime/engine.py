@@ -222,9 +222,9 @@ class Engine(Assembly):
                         master = make_master(segment, unit.cells, self._context)
                         move(segment.weight, master, segment.aliased)
                         segment.watch(strict=self._context.options.strict)
-        tiles = StepTiles(self._weights.units, self._context)
         settings = step_settings(self._context, self._weights.units, self._backward.decisions)
         sharded = ShardedOptimizer(joint, self._loop, *settings)
+        tiles = StepTiles(self._weights.units, self._context, whole=sharded.states.whole)
         try:
             with self._context.faults.together(lost=True):
                 sharded.attach(tiles.all)

@@ -361,7 +361,8 @@ class Move:
     def built(self, segment: Segment, cells: Cells) -> None:
         flat, tiles = segment.flat, list[Tile]()
         if segment.master is not None and self._sharded is not None:
-            tiles = cut_tiles(segment, cells, flat.context)
+            whole = self._sharded.states.whole
+            tiles = cut_tiles(segment, cells, flat.context, whole=whole)
             self.cut.append(tiles)
         here = SegmentStates(segment, tiles, self._sharded, self._averages, len(self.cut) - 1)
         here.set_numbers(self._numbers)

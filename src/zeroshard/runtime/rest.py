@@ -162,13 +162,9 @@ class Rest:
         or are averages.
         """
         self._weights.availability.check_trained()
-        states = [
-            segment.master
-            for unit in self._weights.units
-            for segment in unit.trainable
-            if segment.master is not None
-        ]
-        if not all(state.on_device for state in states):
+        states = [segment.master for segment in self._trained if segment.master is not None]
+        # also on a rank with none of them elsewhere
+        if any("optimizer" in segment.flat.context.tiering.away for segment in self._trained):
             raise ConfigError(
                 "the fp32 masters are offloaded and cannot be returned as device tensors, which"
                 " zs.EMA needs: leave offload.optimizer on the device"

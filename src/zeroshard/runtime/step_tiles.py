@@ -22,7 +22,8 @@ from torch import nn
 
 from zeroshard.core.layout import Range
 from zeroshard.core.placement import VALUE, Cells, Tier
-from zeroshard.core.resting import balanced, splits, tiles
+from zeroshard.core.resting import balanced, splits
+from zeroshard.core.shares import WholeParameters, whole_tiles
 from zeroshard.memory import bounce_buffer, placeholder, synchronize
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
@@ -134,18 +135,20 @@ class Balance:
 #
 # The device's part is one tile, which the user's own ``optimizer.step()`` takes, unless its
 # gradient rests on another tier: then it is cut like the rest. A cut between tiles falls on a
-# multiple of the layout's align, so it changes no bit. How a tile is stepped is settled here, and
-# nowhere else.
+# multiple of the layout's align, so it changes no bit; with a rule that goes by parameters, at the
+# end of one. How a tile is stepped is settled here, and nowhere else.
 
 
 # the tiers that do not step tiles where they rest, and the tensors that a tile may need beside it:
 # on disk four sets of master, gradient and two moments
-_WAYS, _TENSORS = {Tier.DISK: StepMethod.THROUGH_RING}, {Tier.DISK: 16}
+_WAYS, TILE_TENSORS = {Tier.DISK: StepMethod.THROUGH_RING}, {Tier.DISK: 16}
 _ALIGN = 1024  # elements: a tile of fp32 begins on a page
 
 
-def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
-    """Return the tiles of `segment` on this rank, each with at least one shard."""
+def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) -> list[Tile]:
+    """Return the tiles of `segment` on this rank, each with at least one shard. `whole`: none cuts
+    a parameter, and one that is larger than a tile makes a larger tile.
+    """
     bucket, master, split = segment.bucket, segment.master, segment.split
     assert bucket is not None and master is not None
     tier = cells.optim.tier
@@ -161,17 +164,21 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         bring_from_rest=segment.bring_from_rest,
         stepped=segment.step,
     )
-    share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
+    tensors = TILE_TENSORS.get(tier, 4)
+    share = max(context.tiering.staging_bytes // (tensors * 4) // _ALIGN, 1) * _ALIGN
+    shares, uncut = context.options.shares, list[Range]()
+    if whole:
+        assert isinstance(shares, WholeParameters), shares
+        uncut = shares.uncut(segment.flat.stepped, segment.flat.layout)
     cuts: list[tuple[Range, StepMethod]] = []
     if bucket.accumulator.tiered:
-        cuts += [(span, StepMethod.ON_DEVICE) for span in tiles(0, split, share)]
+        cuts += [(span, StepMethod.ON_DEVICE) for span in whole_tiles(0, split, share, uncut)]
     elif split:
         cuts.append(((0, split), StepMethod.BY_USER))
-    if split < master.numel:
-        cuts += [
-            (span, _WAYS.get(tier, StepMethod.ON_HOST))
-            for span in tiles(split, master.numel, share)
-        ]
+    cuts += [
+        (span, _WAYS.get(tier, StepMethod.ON_HOST))
+        for span in whole_tiles(split, master.numel, share, uncut)
+    ]
     base, made = segment.flat.stepped[0], list[Tile]()
     for (start, stop), method in cuts:
         tile = Tile(stepped, start, stop, method)
@@ -210,12 +217,17 @@ class StepTiles:
         units: Sequence[Unit],
         context: Context,
         cut: Sequence[list[Tile]] | None = None,
+        *,
+        whole: bool,
     ) -> None:
-        """`cut`: the tiles of each trained segment, where they have been cut before."""
+        """`cut`: the tiles of each trained segment, where they have been cut before; `whole`: none
+        of them cuts a parameter.
+        """
         self._trained = [(unit, segment) for unit in units for segment in unit.trainable]
         self._context = context
+        self._whole = whole
         self._tiles = (
-            [cut_tiles(segment, unit.cells, context) for unit, segment in self._trained]
+            [cut_tiles(seg, unit.cells, context, whole=whole) for unit, seg in self._trained]
             if cut is None
             else list(cut)
         )
@@ -243,7 +255,11 @@ class StepTiles:
         if fraction is None:
             return
         numels = [0 if seg.master is None else seg.master.numel for _, seg in self._trained]
+        shares = self._context.options.shares
         for index, split in enumerate(splits(numels, fraction)):
+            flat = self._trained[index][1].flat
+            if isinstance(shares, WholeParameters):
+                split = shares.nearest(split, flat.stepped, flat.layout)
             if split != self._trained[index][1].split:
                 self._move(index, split, sharded)
         sharded.retile(self.all)
@@ -258,7 +274,7 @@ class StepTiles:
         master = make_master(segment, unit.cells, self._context)
         move(old, master)
         old.close(kept=master)
-        self._tiles[index] = cut_tiles(segment, unit.cells, self._context)
+        self._tiles[index] = cut_tiles(segment, unit.cells, self._context, whole=self._whole)
         after = SegmentStates(segment, self._tiles[index], sharded)
         after.set_numbers(before.numbers())
         for kind, (dtype, parameters) in before.found().items():

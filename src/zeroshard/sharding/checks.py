@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -15,15 +16,18 @@ from zeroshard.comm.device_mesh import Dims, MeshAxes
 from zeroshard.config import Config
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
+from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.errors import ConfigError
 from zeroshard.optim.copies import check_rule, is_elementwise
-from zeroshard.optim.several import check_parameters, each_of
+from zeroshard.optim.several import check_parameters, class_name, each_of, owner
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
+from zeroshard.runtime.step_tiles import TILE_TENSORS
 from zeroshard.runtime.units import UnitPlan, check_overlap, named_parameters_once
 from zeroshard.state.local import is_dtensor, part_of
 from zeroshard.system.device import Device
 
+_log = logging.getLogger("zeroshard")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,19 +78,39 @@ def check_model(
     check_parameters(optimizer, parameters)
     for one in each_of(optimizer):
         check_rule(one, whole=settings is not None and settings.ownership is not None)
-    if settings is not None:
-        check_whole_steps(optimizer, settings)
 
 
-def check_whole_steps(optimizer: torch.optim.Optimizer, settings: Config) -> None:
-    """Raise ConfigError for an optimizer of whole parameters that would be stepped in parts."""
-    by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
-    if settings.ownership and settings.offload.away and by_matrix:
+def check_whole_steps(
+    optimizer: torch.optim.Optimizer, settings: Config, model: nn.Module, *, is_first: bool
+) -> None:
+    """Raise ConfigError where the buffers of a step off the device are smaller than a parameter of
+    `model` that is stepped whole; where no size was given, say so on the rank that `is_first`.
+    """
+    offload, tiers = settings.offload, settings.offload.away
+    if not settings.ownership or not tiers.keys() & {"grad", "optimizer"}:
+        return
+    trained = {
+        name: parameter.numel()
+        for name, parameter in named_parameters_once(model).items()
+        if parameter.requires_grad and not is_elementwise(owner(optimizer, parameter))
+    }
+    if not trained:
+        return
+    name = max(trained, key=lambda name: trained[name])
+    needs = trained[name] * TILE_TENSORS.get(offload.tier("optimizer"), 4) * 4
+    if needs <= (offload.staging_bytes or STAGING_BYTES):
+        return
+    told = (
+        f"optimizer {class_name(optimizer)} steps whole parameters, and the largest,"
+        f" {name!r} of {trained[name]} elements, takes {needs} bytes of buffers on its way"
+    )
+    if offload.staging_bytes is not None:
         raise ConfigError(
-            f"optimizer {type(by_matrix[0]).__qualname__} steps whole parameters on the device, and"
-            " offload rests them elsewhere in parts: leave offload out, or take an elementwise"
-            " optimizer, for example torch.optim.AdamW"
+            f"{told}, more than offload.staging_bytes={offload.staging_bytes}: give as many, or"
+            " leave it out"
         )
+    if is_first:
+        _log.warning("%s (offload.staging_bytes is %d)", told, STAGING_BYTES)
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -333,7 +333,12 @@ class Repartition:
                     )
                 request = changed_request(self._request, settings, mesh_axes)
                 if engine.optimizer is not None:
-                    check_whole_steps(engine.optimizer, request.settings)
+                    check_whole_steps(
+                        engine.optimizer,
+                        request.settings,
+                        engine.module,
+                        is_first=mesh_axes.rank == 0,
+                    )
                 cells = request.settings.resolved_policy().all_cells
                 if averages_of(engine) and {one.optim.tier for one in cells} != {Tier.DEVICE}:
                     raise ConfigError(

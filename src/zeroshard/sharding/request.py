@@ -32,7 +32,8 @@ from zeroshard.core.shares import Shares, WholeParameters, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
-from zeroshard.optim.several import class_name
+from zeroshard.optim.copies import is_elementwise
+from zeroshard.optim.several import JointOptimizer, class_name, each_of, owner
 from zeroshard.runtime.build import compute_dtypes, dealer_of, gradient_bytes
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
@@ -194,6 +195,7 @@ class ShardRequest:
     common: Config  # as it was given, the same on every rank
     policy: Policy  # the row in force: gradients rest whole as far as the budget goes
     shares: Shares | WholeParameters | None  # of the data parallel ranks; None: equal
+    owned: WholeParameters  # what they own where `ownership` says so
     mesh: Mesh
     dtypes: Dtypes
     plans: list[UnitPlan]
@@ -309,6 +311,9 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         )
     refuse_inside("shard()")
     checks.check_model(model, call.optimizer, settings)
+    if call.optimizer is not None:
+        is_first = mesh_axes.rank == 0
+        checks.check_whole_steps(call.optimizer, settings, model, is_first=is_first)
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)
@@ -320,9 +325,8 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     )
     checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     checks.check_renormed(model, plans, dtypes, settings)
-    cut: Shares | WholeParameters | None = None if shares is None else shares_of(shares)
-    if settings.ownership:
-        cut = WholeParameters()
+    owned = _owned(model, call.optimizer)
+    cut = owned if settings.ownership else None if shares is None else shares_of(shares)
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
@@ -330,10 +334,26 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         common=common,
         policy=_budgeted(settings, cut, plans, mesh, mesh_axes, dtypes),
         shares=cut,
+        owned=owned,
         mesh=mesh,
         dtypes=dtypes,
         plans=plans,
         report=Report.of(call, dtypes, plans, compared),
+    )
+
+
+def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> WholeParameters:
+    """Return which parameters ranks own whole: all, but for what an elementwise one of several
+    optimizers steps beside others.
+    """
+    if not isinstance(optimizer, JointOptimizer) or all(map(is_elementwise, each_of(optimizer))):
+        return WholeParameters()
+    return WholeParameters(
+        frozenset(
+            name
+            for name, parameter in named_parameters_once(model).items()
+            if parameter.requires_grad and is_elementwise(owner(optimizer, parameter))
+        )
     )
 
 
@@ -346,7 +366,7 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     checks.check_renormed(request.model, request.plans, request.dtypes, settings)
     shares = request.shares
     if common.ownership:
-        shares = WholeParameters()
+        shares = request.owned
     elif not isinstance(common.shares, str):
         shares = None if common.shares is None else shares_of(common.shares)
     return replace(
