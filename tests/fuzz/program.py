@@ -355,6 +355,8 @@ def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
         program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
+        if program.optimizer in ("lamb", "hybrid", "muon"):
+            program = replace(program, optimizer="adamw")
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
             for layer in program.layers
