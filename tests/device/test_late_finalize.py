@@ -19,9 +19,22 @@ from tests.device.programs import DEVICE, FIFO, set_schedule
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, batch, logged, make_model, two_groups
 from zeroshard.memory import Mark
+from zeroshard.optim.several import JointOptimizer
 from zeroshard.runtime import assembly
 
 STEPS = 6
+
+
+def _two(model: nn.Module) -> torch.optim.Optimizer:
+    """Return two optimizers as one."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    return JointOptimizer([
+        torch.optim.AdamW(matrices, lr=1e-2, fused=True),
+        torch.optim.Adam(others, lr=5e-3, fused=True, amsgrad=True),
+    ])  # fmt: skip
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: two_groups(model, torch.optim.AdamW, fused=True),
     "amsgrad": lambda model: two_groups(model, torch.optim.Adam, fused=True, amsgrad=True),
@@ -29,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: two_groups(model, torch.optim.SGD, fused=True),
     "foreach": lambda model: two_groups(model, torch.optim.AdamW, foreach=True),
     "rmsprop": lambda model: two_groups(model, torch.optim.RMSprop),
+    "two": _two,
 }
 Found = dict[str, Any]
 

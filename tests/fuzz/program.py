@@ -358,6 +358,8 @@ def _repaired_options(program: Program) -> Program:
         if program.optimizer in ("lamb", "hybrid"):
             program = replace(program, optimizer="adamw")
         program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
+        if program.optimizer in ("lamb", "hybrid", "muon"):
+            program = replace(program, optimizer="adamw")
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
             for layer in program.layers
