@@ -184,13 +184,14 @@ OFFLOADED: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.parametrize("kind", ["muon", "sgd"])
 @pytest.mark.parametrize("case", range(len(OFFLOADED)))
-def test_elementwise_ones_step_where_their_states_rest(case: int, tmp_path: Path) -> None:
+def test_they_step_where_their_states_rest(case: int, kind: str, tmp_path: Path) -> None:
     offload = OFFLOADED[case] | (
         {"disk_path": str(tmp_path)} if "disk_path" in OFFLOADED[case] else {}
     )
-    for found in run_ranks(2, _train, "sgd", "zero3", STEPS, None, {"offload": offload}):
-        assert all(map(torch.equal, found, _plain("sgd")))
+    for found in run_ranks(2, _train, kind, "zero3", STEPS, None, {"offload": offload}):
+        assert all(map(torch.equal, found, _plain(kind)))
 
 
 @pytest.mark.parametrize("kind", ["muon", "sgd"])

@@ -36,6 +36,7 @@ LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturban
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 OWNED = 103_000  # from this seed on ranks may own whole parameters
 SEVERAL = 105_000  # from this seed on two optimizers may step one model
+BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
@@ -76,7 +77,8 @@ def _drawn(seed: int) -> Program:
             program = replace(
                 program, weight_tier=tiers[0], grad_tier=tiers[1], optimizer_tier=tiers[2]
             )
-    if SEVERAL <= seed < WHOLE_TIERS and own.random() < 0.6:
+    may_have_several = SEVERAL <= seed < WHOLE_TIERS or seed >= BOTH
+    if may_have_several and own.random() < 0.6:
         program = replace(program, several=True)
         if program.ownership and own.random() < 0.5:
             program = replace(program, optimizer="muon")
