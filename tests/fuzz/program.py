@@ -217,6 +217,8 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
+    if program.optimizer not in ("lamb", "hybrid") and program.ownership:
+        program = replace(program, ownership="whole")
     if program.optimizer in ("lamb", "hybrid"):
         if program.ownership is None:
             program = replace(program, optimizer="adamw")

@@ -77,6 +77,11 @@ def check_model(
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
     check_rule(optimizer, whole=settings is not None and settings.ownership is not None)
+    if settings is not None and settings.ownership == "whole_by_cost" and is_elementwise(optimizer):
+        raise ConfigError(
+            "ownership='whole_by_cost' deals out Muon's products, and"
+            f" {type(optimizer).__qualname__} computes none: use ownership='whole'"
+        )
 
 
 def check_whole_steps(

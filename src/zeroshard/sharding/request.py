@@ -324,7 +324,9 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     checks.check_renormed(model, plans, dtypes, settings)
     cut: Shares | WholeParameters | None = None if shares is None else shares_of(shares)
     if settings.ownership:
-        cut = WholeParameters()
+        by_cost = settings.ownership == "whole_by_cost"
+        named = named_parameters_once(model).items() if by_cost else ()
+        cut = WholeParameters(matrices=frozenset(name for name, p in named if p.dim() == 2))
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
@@ -347,9 +349,7 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     checks.check_codecs(request.model, request.dtypes, settings)
     checks.check_renormed(request.model, request.plans, request.dtypes, settings)
     shares = request.shares
-    if common.ownership:
-        shares = WholeParameters()
-    elif not isinstance(common.shares, str):
+    if not (common.ownership or isinstance(common.shares, str)):
         shares = None if common.shares is None else shares_of(common.shares)
     return replace(
         request,
