@@ -240,6 +240,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (functools.partial(Global, lr=1), {"ownership": "whole"}, "numbers of all parameters together"),
     (torch.optim.AdamW, {"ownership": "whole", "shares": [1.0]}, "leave one of them out"),
     (torch.optim.AdamW, {"ownership": "half"}, "ownership"),
+    (torch.optim.AdamW, {"ownership": "whole_by_cost"}, "AdamW computes none: use ownership="),
     (torch.optim.AdamW, {"ownership": "whole", "policy": "auto"}, "without shares, ownership"),
 ]
 

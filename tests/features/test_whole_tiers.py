@@ -40,6 +40,7 @@ class Case:
     row: str
     tiers: dict[str, Any] = field(default_factory=dict)
     one_unit: bool = False  # all parameters are one segment
+    ownership: str = "whole"
     node_size: int | None = None
 
     @property
@@ -55,7 +56,7 @@ class Case:
             optimizer,
             policy=self.row,
             offload=zs.Offload(**self.tiers, **disk) if self.tiers else None,
-            ownership="whole",
+            ownership=self.ownership,
             units=[nn.Sequential if self.one_unit else nn.Linear],
             comm=zs.Comm(node_size=self.node_size),
             **options,
@@ -75,6 +76,8 @@ CASES: dict[int, list[Case]] = {
         Case("zero3", {**DISK, "delayed_update": 2}),
         Case("zero3-keep", {"optimizer": "disk", "fraction": {"optimizer": 0.5}}),
         Case("zero2", {**BOTH, "delayed_update": 0}),
+        Case("zero3", {**HOST, "fraction": 0.5}, ownership="whole_by_cost"),
+        Case("zero1", ownership="whole_by_cost"),
     ],
     3: [
         Case("zero2", {**BOTH, "grad": "disk", "optimizer": "disk", **TILES}, one_unit=True),
@@ -273,7 +276,7 @@ def test_a_step_that_raises_is_given_up_and_a_load_goes_on(
 def _bytes(rank: int, world: int, cases: Sequence[Case], path: Path) -> list[Any]:
     """Return what the plan of each case and the engine say of the bytes at rest."""
     out: list[Any] = []
-    training = zs.Training("fp32", optimizer="momentum")
+    training = zs.Training("fp32", optimizer="muon")
     for case in cases:
         model, optimizer = _make("muon")
         shape = shape_of_module(model, training)
@@ -286,10 +289,14 @@ def _bytes(rank: int, world: int, cases: Sequence[Case], path: Path) -> list[Any
         found = engine.memory().tiers
         mesh = Mesh.of(world, case.node_size)
         tiers = [Tier(case.tiers.get(state, "device")) for state in ("weight", "grad", "optimizer")]
+        matrices = [name for name, _ in model.named_parameters()]
+        owned = WholeParameters(
+            matrices=frozenset(matrices if case.ownership == "whole_by_cost" else ())
+        )
         planned = rest_bytes(
-            LaidOut(shape, mesh, shares=WholeParameters()),
+            LaidOut(shape, mesh, shares=owned),
             ROWS[case.row].tiered(*tiers),
-            zs.Training("fp32", optimizer="momentum", fraction=case.tiers.get("fraction", 1.0)),
+            zs.Training("fp32", optimizer="muon", fraction=case.tiers.get("fraction", 1.0)),
             rank,
         )
         for state in ("weight", "master", "optimizer"):
@@ -308,6 +315,7 @@ def test_the_plan_says_the_bytes_of_every_tier(tmp_path: Path) -> None:
         for fraction in (0.2, 0.5, 0.8, 1.0)
         if row == "zero3" or "weight" not in tiers
     ]
+    cases += [Case("zero3", {**HOST, "fraction": 0.5}, ownership="whole_by_cost")]
     for rank in run_ranks(2, _bytes, cases, tmp_path, timeout=120):
         for case, state, planned, found in rank:
             assert planned == found, (case, state)

@@ -73,7 +73,9 @@ def _drawn(seed: int) -> Program:
         if own.random() < (0.5 if seed < WHOLE_TIERS else 0.8):
             program = replace(program, optimizer=own.choice([*WHOLE]))
         if seed >= WHOLE_TIERS and own.random() < 0.7:
+            by_cost = program.optimizer in WHOLE and own.random() < 0.4
             tiers = own.choice(_choices(program.row))
+            program = replace(program, ownership="whole_by_cost" if by_cost else "whole")
             program = replace(
                 program, weight_tier=tiers[0], grad_tier=tiers[1], optimizer_tier=tiers[2]
             )

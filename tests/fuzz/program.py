@@ -218,7 +218,10 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
-    if program.optimizer in ("lamb", "hybrid", "muon"):
+    by_elements = program.optimizer not in ("lamb", "hybrid", "muon")
+    if by_elements and program.ownership:
+        program = replace(program, ownership="whole")
+    if not by_elements:
         if program.ownership is None or (program.optimizer == "muon" and not program.several):
             program = replace(program, optimizer="adamw")
         elif program.seed < WHOLE_TIERS:

@@ -23,7 +23,13 @@ from zeroshard.config.strict_json import nearest, parse_json, read_json
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
 from zeroshard.core.precision import PRECISIONS, LossScaler, Precision, dtype_name
-from zeroshard.core.shares import check_batch_shares, check_shares, split_batch, unequal
+from zeroshard.core.shares import (
+    Ownership,
+    check_batch_shares,
+    check_shares,
+    split_batch,
+    unequal,
+)
 from zeroshard.core.sizes import any_of, budget_bytes
 from zeroshard.core.tree import Tree, deal
 from zeroshard.core.wire import CODEC_BITS
@@ -63,10 +69,11 @@ class Config(Strict):
         description="The share of what is sharded that each data parallel rank keeps, numbers that"
         " sum to 1; memory follows their free memory, auto measures them (default: equal).",
     )
-    ownership: Literal["whole"] | None = Field(
+    ownership: Ownership | None = Field(
         default=None,
         description="whole: each rank owns whole parameters of what is sharded, as steps need that"
-        " go by their norms or matrices (default: parts of equal size).",
+        " go by their norms or matrices (default: parts of equal size); whole_by_cost: and ranks"
+        " take as long for Muon's products, with as much memory as that takes.",
     )
     comm: Comm = Field(default=Comm(), description="How bytes travel.")
     loss_scale: LossScale | None = Field(
@@ -439,7 +446,7 @@ class ShardOptions(TypedDict, total=False):
     precision: str | Precision | None
     offload: Offload | dict[str, Any] | None
     shares: Sequence[float] | Literal["memory", "auto"] | None
-    ownership: Literal["whole"] | None
+    ownership: Ownership | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

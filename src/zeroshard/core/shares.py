@@ -28,7 +28,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from zeroshard.core.layout import ALIGN, Layout, Range, round_up
 from zeroshard.core.placement import Mesh
@@ -85,15 +85,36 @@ def split_batch(batch_size: int, shares: Sequence[float]) -> list[int]:
 # ------------------------------------------------------------------------------------------- shares
 
 Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
+Ownership = Literal["whole", "whole_by_cost"]  # in their place, as users name it
 
 
 @dataclass(frozen=True)
 class WholeParameters:
     """In the place of shares: ranks own parameters whole, but for those with a name in `cut`, which
-    may be cut where that evens the ranks.
+    may be cut where that evens the ranks. Ranks get as many elements, or as much of the products
+    with which Muon orthogonalizes `matrices`.
     """
 
     cut: frozenset[str] = frozenset()
+    matrices: frozenset[str] = frozenset()
+
+    def weights(
+        self, segments: Sequence[Sequence[tuple[str, tuple[int, ...]]]], align: int
+    ) -> list[list[int]]:
+        """Return what each parameter of `segments` (name, shape) counts: its elements, and a matrix
+        its part of all products times the elements of all matrices.
+        """
+        shapes = [s for segment in segments for name, s in segment if name in self.matrices]
+        numel, products = sum(map(math.prod, shapes)), sum(map(newton_schulz, shapes)) or 1
+        return [
+            [
+                max(newton_schulz(shape) * numel // products, 1)
+                if name in self.matrices
+                else round_up(math.prod(shape), align)
+                for name, shape in segment
+            ]
+            for segment in segments
+        ]
 
     def uncut(self, span: Range, layout: Layout) -> list[Range]:
         """Return the ranges of `span` of a buffer, from its start on, that hold one parameter each
@@ -173,42 +194,59 @@ def deal(shares: Shares, dealt: Sequence[int], num_blocks: int) -> tuple[int, ..
     return tuple(after - before for after, before in zip(goal, dealt, strict=True))
 
 
+def newton_schulz(shape: Sequence[int]) -> int:
+    """Return the multiplications of an iteration of Newton and Schulz on a matrix: of it by two
+    squares of its smaller side, and of these by each other (Jordan et al., Muon, 2024).
+    """
+    side = min(shape)
+    return side * (2 * math.prod(shape) + side**2)
+
+
 def whole_shares(
-    segments: Sequence[Sequence[tuple[int, bool]]], order: Sequence[int], *, align: int = ALIGN
+    segments: Sequence[Sequence[tuple[int, bool]]],
+    order: Sequence[int],
+    *,
+    align: int = ALIGN,
+    weights: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Return how much of each of `segments` every rank gets where ranks own parameters whole.
 
     A segment is given by its parameters, in order: the size, and whether it may be cut after all,
     on multiples of `align`. `order` is that of the ranks' ranges in a segment. Every rank gets
-    neighbours of a segment, perhaps none, so that all ranks have much the same in the end: the
-    segments with the largest whole parameters are dealt out first (longest processing time, Graham
-    1969), and a segment is poured over the ranks that have least, up to one level. A whole
-    parameter goes to the rank with the part of it that its middle lies in.
+    neighbours of a segment, perhaps none, so that all ranks have much the same of the `weights` in
+    the end (default: the sizes, which are also the weights of what may be cut): the segments with
+    the heaviest whole parameters are dealt out first (longest processing time, Graham 1969), and a
+    segment is poured over the ranks that have least, up to one level. A whole parameter goes to the
+    rank with the part of it that its middle lies in.
     """
     loads, shares = [0] * len(order), [tuple[int, ...]()] * len(segments)
+    weighed = weights or [[size for size, _ in segment] for segment in segments]
 
     def first(at: int) -> tuple[int, int]:
-        return -max((size for size, may_cut in segments[at] if not may_cut), default=0), at
+        pairs = zip(weighed[at], segments[at], strict=True)
+        return -max((weight for weight, (_, may_cut) in pairs if not may_cut), default=0), at
 
     for at in sorted(range(len(segments)), key=first):
-        starts = [0, *accumulate(size for size, _ in segments[at])]
+        places = [0, *accumulate(size for size, _ in segments[at])]
+        starts = [0, *accumulate(weighed[at])]
         whole = starts[-1]
         filled, sums = sorted(loads), [0, *accumulate(sorted(loads))]
         # the most ranks that are all filled to one level by it
         num = max(n for n in range(1, len(order) + 1) if filled[n - 1] * n - sums[n] <= whole)
         level = -(-(whole + sums[num]) // num)
         dues = list(accumulate(max(level - loads[rank], 0) for rank in order))
-        got, begin = [0] * len(order), 0
+        got, begin, before = [0] * len(order), 0, 0
         for rank, due in zip(order, dues, strict=True):
             end = due * whole // dues[-1] if whole else 0
-            index = bisect_right(starts, end) - 1
+            index, inside = bisect_right(starts, end) - 1, 0
             if end < whole and segments[at][index][1]:
-                end = starts[index] + (end - starts[index]) // align * align
+                inside = (end - starts[index]) // align * align
             elif end < whole:
                 start, stop = starts[index : index + 2]
-                end = stop if 2 * due * whole > (start + stop) * dues[-1] else start
-            got[rank], begin = end - begin, end
-        loads = [load + more for load, more in zip(loads, got, strict=True)]
+                index += 2 * due * whole > (start + stop) * dues[-1]
+            place, end = places[index] + inside, starts[index] + inside
+            loads[rank] += end - before
+            got[rank], begin, before = place - begin, place, end
         shares[at] = tuple(got)
     return shares
 
@@ -255,17 +293,20 @@ class Dealer:
         """
         if not isinstance(shares, WholeParameters):
             return cls(shares)
-        by_kind: dict[Hashable, list[list[tuple[int, bool]]]] = {}
+        by_kind: dict[Hashable, list[Sequence[tuple[str, tuple[int, ...]]]]] = {}
         for kind, named_shapes in segments:
-            sizes = [
-                (round_up(math.prod(shape), align), name in shares.cut)
-                for name, shape in named_shapes
-            ]
-            by_kind.setdefault(kind, []).append(sizes)
+            by_kind.setdefault(kind, []).append(named_shapes)
         cuts: dict[Hashable, list[tuple[int, ...]]] = {}
-        for kind, all_sizes in by_kind.items():
-            dealt = whole_shares(all_sizes, mesh.column_order, align=align)[::-1]
-            cuts[kind] = [tuple(one[rank] for rank in order or range(mesh.size)) for one in dealt]
+        for kind, every in by_kind.items():
+            sizes = [
+                [(round_up(math.prod(shape), align), name in shares.cut) for name, shape in segment]
+                for segment in every
+            ]
+            weights = shares.weights(every, align) if shares.matrices else None
+            dealt = whole_shares(sizes, mesh.column_order, align=align, weights=weights)
+            cuts[kind] = [
+                tuple(one[rank] for rank in order or range(mesh.size)) for one in reversed(dealt)
+            ]
         return cls(None, cuts)
 
     def layout(

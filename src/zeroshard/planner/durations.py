@@ -32,6 +32,7 @@ from zeroshard.core.layout import Piece, Slot
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.route import Axis, Hop, Kind, Lane
+from zeroshard.core.shares import newton_schulz
 from zeroshard.core.timeline import COMPUTE, LaneTask
 from zeroshard.core.wire import Formats
 from zeroshard.planner.exact import LaidOut, LaidOutGroup
@@ -311,16 +312,15 @@ class Durations:
 
     def newton_schulz(self, policy: Policy) -> float:
         """Return the seconds in which Muon orthogonalizes the matrices that this rank steps, in
-        bf16: five steps of two products of a matrix of n numbers with one of its smaller side m,
-        and one of m x m matrices.
+        bf16 and five iterations.
         """
         flops = 0.0
         for one in self.laid_out.groups if self.training.optimizer == "muon" else ():
             for piece in one.pieces(policy.default.optim, 0) if one.group.trained else ():
                 if piece.name in one.group.matrices:
                     slot = one.layout.slots[piece.index]
-                    side, part = min(slot.shape), piece.numel / slot.numel
-                    flops += one.count * part * 5 * (4.0 * side * slot.numel + 2.0 * side**3)
+                    part = piece.numel / slot.numel
+                    flops += one.count * part * 5 * 2.0 * newton_schulz(slot.shape)
         return flops / (self.machine.flops("bf16") * self.machine.speeds.compute_efficiency)
 
     def grad_copy(self, numel: int, formats: Formats) -> LaneTask:

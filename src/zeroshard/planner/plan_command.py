@@ -419,7 +419,7 @@ _OPTIONS = (
     Option("--gpus N", "number of GPUs, or of ranks here (default 1)", int),
     Option("--node-size N", "GPUs of one node", int),
     Option("--gpu-memory SIZE", "of one GPU: 32GiB, or of each: 24GiB,80GiB"),
-    Option("--shares S", "of each GPU's states: 0.1,0.9, memory, auto, whole"),
+    Option("--shares S", "of states: 0.1,0.9, memory, auto, whole(_by_cost)"),
     Option("--host-memory SIZE", "of one node: 1TiB"),
     Option("--disk SIZE", "of one node: 3.2TB (default: none)"),
     Option("--network SIZE", "bytes a second of one GPU to other nodes: 25GB"),

@@ -8,10 +8,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from zeroshard.core.placement import Tier
 from zeroshard.core.policy import ROWS
+from zeroshard.core.shares import Ownership
 from zeroshard.terminal import (
     Table,
     UsageError,
@@ -267,15 +268,16 @@ def plan_and_print(
     memories: Sequence[int],
 ) -> int:
     """Plan every rank of every row, and print it."""
-    from zeroshard.planner.rows import plan_uneven
+    from zeroshard.planner.rows import imbalance, plan_uneven
 
     shares: Any = arguments.shares
-    if shares not in (None, "memory", "auto", "whole"):
+    if shares not in (None, "memory", "auto", *get_args(Ownership)):
         try:
             shares = [float(text) for text in shares.split(",")]
         except ValueError:
             raise UsageError(
-                f"plan: --shares {shares!r} is not numbers such as 0.1,0.9, memory, auto or whole"
+                f"plan: --shares {shares!r} is not numbers such as 0.1,0.9, memory, auto, whole or"
+                " whole_by_cost"
             ) from None
     rows = plan_uneven(model, machine, training, shares=shares, gpu_memory=memories)
     if arguments.json:
@@ -317,6 +319,12 @@ def plan_and_print(
     ).print(width=WIDTH)
     if any(is_below_rest(rank.peak_bytes, rank.rest_bytes) for row in rows for rank in row.ranks):
         say(BELOW_REST)
+    if shares in get_args(Ownership) and training.optimizer == "muon":
+        for name in get_args(Ownership):
+            by_cost = name == "whole_by_cost"
+            elements, products = imbalance(model, machine, training, by_cost=by_cost)
+            say(f"{name}: the largest rank owns {elements:.2f} of the mean, and computes"
+                f" {products:.2f} of the mean of Muon's products")  # fmt: skip
     return 1 if all(row.short for row in rows) else 0  # nothing fits
 
 

@@ -4,13 +4,14 @@ that are not alike, in bytes of each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.core.shares import WholeParameters, shares_of
+from zeroshard.core.shares import Ownership, WholeParameters, newton_schulz, shares_of
 from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
@@ -238,7 +239,8 @@ def describe_row(row: PlannedRow) -> str:
 # `shares` are numbers per rank, "memory" (in proportion to the memories, as ``zs.shard`` takes it)
 # or "auto": in proportion to what each memory has left beside all that is no share, which a rank
 # needs whatever it owns (gathered units, buffers, activations); other shares for every row; or
-# "whole": ranks own whole parameters (``ownership="whole"``), with Muon but for what AdamW steps.
+# "whole" or "whole_by_cost": ranks own whole parameters (``ownership=``), with Muon but for what
+# AdamW steps.
 #
 # Bytes at rest and on the wire are exact, as in exact.py; a rank's peak is rank 0's on the same
 # mesh with the ranks renamed so that it comes first. Times are not planned: every rank gathers and
@@ -278,6 +280,38 @@ class UnevenRow:
         return {**asdict(self), "fits": self.fits}
 
 
+def _owned(model: ModelShape, training: Training, *, by_cost: bool) -> WholeParameters:
+    """Return which parameters ranks own whole, and what they are dealt by."""
+    if training.optimizer != "muon":
+        return WholeParameters()
+    groups = [group for unit in model.units for group in unit.groups]
+    names = frozenset(name for group in groups for name, _ in group.shapes)
+    matrices = frozenset[str]().union(*(group.matrices for group in groups))
+    return WholeParameters(names - matrices, matrices if by_cost else frozenset())
+
+
+def imbalance(
+    model: ModelShape, machine: Machine, training: Training, *, by_cost: bool
+) -> tuple[float, float]:
+    """Return the largest rank's elements, and its products of Newton and Schulz, as multiples of
+    the mean, where ranks own whole parameters.
+    """
+    owned = _owned(model, training, by_cost=by_cost)
+    laid_out = LaidOut(model, machine.mesh, training.align, owned)
+    loads = [0] * machine.gpus, [0] * machine.gpus
+    for one in laid_out.groups:
+        starts = [start for start, _ in sorted(one.layout.ranges)]
+        owners = sorted(range(machine.gpus), key=lambda rank: one.layout.ranges[rank])
+        for rank, share in enumerate(one.layout.shares):
+            loads[0][rank] += share
+        for slot in one.layout.slots:
+            if slot.name in one.group.matrices:
+                rank = owners[bisect_right(starts, slot.offset) - 1]
+                loads[1][rank] += newton_schulz(slot.shape)
+    elements, products = (max(each) * machine.gpus / max(sum(each), 1) for each in loads)
+    return elements, products
+
+
 def plan_uneven(
     model: ModelShape,
     machine: Machine,
@@ -297,9 +331,10 @@ def plan_uneven(
         raise ConfigError(f"gpu_memory per rank has no effect on {machine.name}, which is a host")
     if len(room) != gpus:
         raise ConfigError(f"gpu_memory is given for {len(room)} GPUs, and there are {gpus}")
-    if isinstance(shares, str) and shares not in ("memory", "auto", "whole"):
+    if isinstance(shares, str) and shares not in ("memory", "auto", *get_args(Ownership)):
         raise ConfigError(
-            f"shares={shares!r} is not a list of a number per GPU, 'memory', 'auto' or 'whole'"
+            f"shares={shares!r} is not a list of a number per GPU, 'memory', 'auto', 'whole' or"
+            " 'whole_by_cost'"
         )
     if shares is not None and not isinstance(shares, str):
         if len(shares) != gpus:
@@ -316,11 +351,8 @@ def plan_uneven(
         `order`.
         """
         laid_out = LaidOut(model, machine.mesh, training.align, shares_of(numbers))
-        if shares == "whole":
-            groups = [group for unit in model.units for group in unit.groups]
-            names = {name for group in groups for name, _ in group.shapes}
-            cut = names.difference(*(group.matrices for group in groups))
-            owned = WholeParameters(frozenset(cut if training.optimizer == "muon" else ()))
+        if shares in get_args(Ownership):
+            owned = _owned(model, training, by_cost=shares == "whole_by_cost")
             laid_out = replace(laid_out, shares=owned, order=order)
             whole = sum(one.layout.numel for one in laid_out.groups)
             own = sum(one.layout.shares[0] for one in laid_out.groups)
@@ -351,7 +383,7 @@ def plan_uneven(
             locals_[0], locals_[local] = locals_[local], locals_[0]
             order = tuple(one * size + place for one in nodes for place in locals_)
             mine = [numbers[other] for other in order]
-            key = (tuple(mine), room[rank], rank if shares == "whole" else 0)
+            key = (tuple(mine), room[rank], rank if shares in get_args(Ownership) else 0)
             if key not in known:
                 known[key] = first_rank(policy, mine, room[rank], order)
             ranks.append(known[key])

@@ -78,6 +78,15 @@ def check_model(
     check_parameters(optimizer, parameters)
     for one in each_of(optimizer):
         check_rule(one, whole=settings is not None and settings.ownership is not None)
+    if (
+        settings is not None
+        and settings.ownership == "whole_by_cost"
+        and all(map(is_elementwise, each_of(optimizer)))
+    ):
+        raise ConfigError(
+            "ownership='whole_by_cost' deals out Muon's products, and"
+            f" {class_name(optimizer)} computes none: use ownership='whole'"
+        )
 
 
 def check_whole_steps(

@@ -326,7 +326,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     checks.check_renormed(model, plans, dtypes, settings)
     owned = _owned(model, call.optimizer)
-    cut = owned if settings.ownership else None if shares is None else shares_of(shares)
+    cut = _cut(settings, owned, None if shares is None else shares_of(shares))
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
         model=model,
@@ -346,15 +346,25 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> WholePa
     """Return which parameters ranks own whole: all, but for what an elementwise one of several
     optimizers steps beside others.
     """
-    if not isinstance(optimizer, JointOptimizer) or all(map(is_elementwise, each_of(optimizer))):
-        return WholeParameters()
-    return WholeParameters(
-        frozenset(
+    named, cut = named_parameters_once(model), frozenset[str]()
+    if isinstance(optimizer, JointOptimizer) and not all(map(is_elementwise, each_of(optimizer))):
+        cut = frozenset(
             name
-            for name, parameter in named_parameters_once(model).items()
+            for name, parameter in named.items()
             if parameter.requires_grad and is_elementwise(owner(optimizer, parameter))
         )
-    )
+    return WholeParameters(cut, frozenset(n for n, p in named.items() if p.dim() == 2) - cut)
+
+
+def _cut(
+    settings: Config, owned: WholeParameters, shares: Shares | None
+) -> Shares | WholeParameters | None:
+    """Return what the ranks have of what is sharded: what is `owned` as `settings` say, or
+    `shares`.
+    """
+    if settings.ownership == "whole":
+        return replace(owned, matrices=frozenset())
+    return owned if settings.ownership else shares
 
 
 def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) -> ShardRequest:
@@ -364,11 +374,10 @@ def changed_request(request: ShardRequest, common: Config, mesh_axes: MeshAxes) 
     settings, mesh, node_size = _rank_settings(common, mesh_axes)
     checks.check_codecs(request.model, request.dtypes, settings)
     checks.check_renormed(request.model, request.plans, request.dtypes, settings)
-    shares = request.shares
-    if common.ownership:
-        shares = request.owned
-    elif not isinstance(common.shares, str):
-        shares = None if common.shares is None else shares_of(common.shares)
+    measured = request.shares if isinstance(request.shares, tuple) else None
+    if not isinstance(common.shares, str):
+        measured = None if common.shares is None else shares_of(common.shares)
+    shares = _cut(common, request.owned, measured)
     return replace(
         request,
         settings=settings,

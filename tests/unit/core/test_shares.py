@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh, Portion, Scope
-from zeroshard.core.shares import Dealer, Shares, WholeParameters, deal, shares_of, whole_shares
+from zeroshard.core.shares import (
+    Dealer,
+    Shares,
+    WholeParameters,
+    deal,
+    newton_schulz,
+    shares_of,
+    whole_shares,
+)
 
 WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any)
 SEGMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
@@ -105,23 +113,49 @@ def test_ranks_that_own_whole_parameters_of_a_transformer_have_much_the_same(
         assert max(loads) <= limit * sum(loads) / world + ALIGN * world, world
 
 
+@pytest.mark.parametrize("world", [8, 64])
+def test_matrices_of_many_experts_are_dealt_out_by_their_products(world: int) -> None:
+    width, experts = 2048, [(768, 2048), (768, 2048), (2048, 768)] * 128  # Qwen3, 30B
+    shapes = [(2 * width, width), (512, width), (512, width), (width, 2 * width), *experts]
+    block = [(f"m{index}", shape) for index, shape in enumerate(shapes)]
+    mesh, found = Mesh(1, world), []
+    for matrices in (frozenset[str](), frozenset(name for name, _ in block)):
+        dealer = Dealer.of(WholeParameters(matrices=matrices), [("", block)] * 48, mesh)
+        elements, products = [0] * world, [0] * world
+        for _ in range(48):
+            layout = dealer.layout(block, mesh, kind="")
+            for rank, share in enumerate(layout.shares):
+                elements[rank] += share
+                pieces = layout.pieces(rank)
+                products[rank] += sum(newton_schulz(shapes[piece.index]) for piece in pieces)
+        found.append([max(loads) / (sum(loads) / world) for loads in (elements, products)])
+    by_elements, by_cost = found
+    assert by_elements[0] < 1.01 < 1.3 < by_elements[1]
+    assert by_cost[0] < 1.07 and by_cost[1] < 1.02
+
+
 @given(
     st.lists(SHAPES, min_size=1, max_size=8),
     st.sampled_from([(1, 3), (2, 2), (2, 3), (1, 5)]),
     st.sampled_from([ALIGN, 256]),
     st.sets(st.integers(0, 7)),
+    st.booleans(),
 )
 def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
-    segments: list[list[tuple[int, ...]]], nodes: tuple[int, int], align: int, cut: set[int]
+    segments: list[list[tuple[int, ...]]],
+    nodes: tuple[int, int],
+    align: int,
+    cut: set[int],
+    by_cost: bool,
 ) -> None:
     mesh = Mesh(*nodes)
     named = [
         [(f"{at}.{i}", shape) for i, shape in enumerate(one)] for at, one in enumerate(segments)
     ]
     may_cut = frozenset(name for one in named for name, _ in one if int(name.split(".")[1]) in cut)
-    dealer = Dealer.of(
-        WholeParameters(may_cut), [("fp32", one) for one in named], mesh, align=align
-    )
+    names = frozenset(name for one in named for name, shape in one if len(shape) == 2)
+    owned = WholeParameters(may_cut, names - may_cut if by_cost else frozenset())
+    dealer = Dealer.of(owned, [("fp32", one) for one in named], mesh, align=align)
     loads, largest = [0] * mesh.size, 0
     for one in named:
         layout = dealer.layout(one, mesh, kind="fp32", align=align)
@@ -131,7 +165,8 @@ def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
                 assert piece.name in may_cut or (piece.start, piece.numel) == whole
         loads = [load + share for load, share in zip(loads, layout.shares, strict=True)]
         largest = max(largest, *(0 if s.name in may_cut else s.numel for s in layout.slots))
-    assert max(loads) <= sum(loads) / mesh.size + 2 * (largest + align * (1 + len(segments)))
+    most = sum(loads) / mesh.size + 2 * (largest + align * (1 + len(segments)))
+    assert by_cost or max(loads) <= most
 
 
 def test_numbers_mean_what_they_say_and_only_their_proportions_count() -> None:

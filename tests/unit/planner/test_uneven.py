@@ -102,7 +102,7 @@ def test_every_rank_rests_and_moves_what_the_exact_plan_of_that_rank_says(
     [
         ({"shares": [0.5, 0.4]}, "sum to 0.9"),
         ({"shares": [1.0]}, "shares is given for 1 GPUs, and there are 2"),
-        ({"shares": "speed"}, "'memory', 'auto' or 'whole'"),
+        ({"shares": "speed"}, "'auto', 'whole' or 'whole_by_cost'"),
         ({"gpu_memory": [1, 2, 3]}, "gpu_memory is given for 3 GPUs, and there are 2"),
     ],
 )
@@ -114,6 +114,9 @@ def test_numbers_that_do_not_fit_the_machine_are_refused(
 
 
 def test_the_command_prints_a_line_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    muon = ["--gpus", "2", "--shares", "whole_by_cost", "--optimizer", "muon"]
+    assert main(["plan", "--params", "1B", *muon]) == 0
+    assert capsys.readouterr().out.count("of the mean of Muon's products") == 2
     line = ["plan", "--params", "3B", "--gpu", "A100-80", "--gpu-memory", "24GiB,80GiB"]
     assert main([*line, "--checkpointing", "--shares", "memory"]) == 0
     printed = capsys.readouterr().out
