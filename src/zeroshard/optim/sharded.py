@@ -29,12 +29,11 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_rule, is_elementwise, modes_of
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import PartialState, TileStates, fitted_grad
-from zeroshard.state.local import local_of
 
 _INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
@@ -133,7 +132,8 @@ class ShardedOptimizer:
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
-        self.states = TileStates(optimizer)
+        self._shapes = options.whole and not is_elementwise(optimizer)  # the step sees them whole
+        self.states = TileStates(optimizer, whole=self._shapes)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
@@ -141,7 +141,6 @@ class ShardedOptimizer:
         self._entries: list[list[nn.Parameter]] = []  # what each param group holds
         self._around_step, self._part = around_step, part
         self._device = options.device
-        self._shapes = options.whole and not is_elementwise(optimizer)  # the step sees them whole
         self._handles: list[Any] = []
         self._step = _OptimizerStep()
 
@@ -159,14 +158,7 @@ class ShardedOptimizer:
         for shard in self.pieces():
             state = optimizer.state.get(shard.parameter)
             if state:
-                new_state[shard.tensor] = shard_state(
-                    {key: local_of(value) for key, value in state.items()},
-                    tuple(local_of(shard.parameter).shape),
-                    shard.piece.start,
-                    shard.piece.stop,
-                    stride=shard.stride,
-                    name=shard.name,
-                )
+                new_state[shard.tensor] = self.states.part_of(shard, state)
         optimizer.state.clear()
         optimizer.state.update(new_state)
         self._point()

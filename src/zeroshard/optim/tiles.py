@@ -6,6 +6,10 @@ is needed; and the state dict of a rank.
 
 Invariant: a shard off the device, and its moments, are one NaN expanded to their shape wherever the
 user sees them. A key is at rest exactly where its value is the placeholder of its length and dtype.
+
+A rank that owns whole parameters keeps states of any shape with them (Adafactor's factors, blocks
+of 8 bits), as the optimizer has made them. Where the shape of one could be taken for that of a flat
+shard's moments, it has one more dimension between steps, of size 1.
 """
 
 from __future__ import annotations
@@ -13,14 +17,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import flatten, state_after_trial
+from zeroshard.optim.copies import flatten, shard_state, state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
@@ -42,10 +47,60 @@ def _flattened(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
     return flatten(tensor, shard.stride)
 
 
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether `value` is a tensor with memory of its own, not a subclass that wraps others."""
+    return isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__")
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a state: itself, or what it wraps or has for items."""
+    if is_plain(value):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from plain_tensors(item)
+
+
+def is_apart(value: object) -> bool:
+    """Whether a state that is no moment is more than a number."""
+    return any(one.dim() or one is not value for one in plain_tensors(value))
+
+
+def settled(shard: ParamShard, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `state` of a whole parameter, in the shapes of a step, as it rests: moments flat,
+    and others of the parameter's shape in its memory order.
+    """
+    shape, out = local_of(shard.parameter).shape, dict[str, Any]()
+    for key, value in state.items():
+        if not is_plain(value) or value.shape != shape:
+            out[key] = _apart(shard, value, rests=True)
+        elif value.dtype is shard.tensor.dtype:
+            out[key] = _flattened(shard, value)
+        else:
+            room = torch.empty_strided(shape, shard.stride, dtype=value.dtype, device=value.device)
+            out[key] = room.copy_(value)
+    return out
+
+
+def _apart(shard: ParamShard, value: Any, *, rests: bool) -> Any:
+    """Return a state that is no moment as it `rests`, or as a step sees it."""
+    if not is_plain(value) or value.dtype is not shard.tensor.dtype or not value.dim():
+        return value
+    is_like = value.shape == (shard.piece.numel, *(1,) * (value.dim() - 1))
+    if not is_like or local_of(shard.parameter).dim() == 1:
+        return value
+    return value.unsqueeze(-1) if rests else value.squeeze(-1)
+
+
 class TileStates:
     """The state of one optimizer, wherever it rests."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+        """`whole`: the optimizer steps whole parameters in their shapes."""
+        self.whole = whole
         self._optimizer = optimizer
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
@@ -55,6 +110,26 @@ class TileStates:
         """Return the optimizer's own entry for a shard, {} before its first step."""
         state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})
         return state
+
+    def part_of(self, shard: ParamShard, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a parameter's `state` that belongs to a shard. Raises ConfigError for
+        one that cannot be cut.
+        """
+        if self.whole:
+            lifted = {
+                key: value.to(shard.tensor.dtype)  # as the master is
+                for key, value in state.items()
+                if is_plain(value) and value.dtype is shard.parameter.dtype
+            }
+            return settled(shard, {**state, **lifted})
+        return shard_state(
+            {key: local_of(value) for key, value in state.items()},
+            tuple(local_of(shard.parameter).shape),
+            shard.piece.start,
+            shard.piece.stop,
+            stride=shard.stride,
+            name=shard.name,
+        )
 
     def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the placeholder of `numel` numbers, the same object each time."""
@@ -156,21 +231,27 @@ class TileStates:
                 tensor, shape = shard.tensor, local_of(shard.parameter).shape
                 if (tensor.shape == shape) is whole:
                     continue
-                before = tensor.shape
+                moments, state = self.moments(shard), self.of(shard)
+                stepped = tensor.data
                 tensor.grad = None
                 change = _shaped if whole else _flattened
-                tensor.data = change(shard, tensor.data)
-                state = self.of(shard)
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == before:
-                        state[key] = change(shard, value)
+                tensor.data = change(shard, stepped)
+                if not whole:
+                    shard.repoint()
+                    if tensor.data_ptr() != stepped.data_ptr():  # of its own: bitsandbytes' can be
+                        _shaped(shard, tensor.data).copy_(stepped)
+                for key, value in state.items() if tensor.shape != stepped.shape else ():
+                    reshaped = change if key in moments else partial(_apart, rests=not whole)
+                    state[key] = reshaped(shard, value)
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
         """Return what of the state of a shard has a number per element."""
         return {
             key: value
             for key, value in self.of(shard).items()
-            if isinstance(value, torch.Tensor) and value.shape == shard.tensor.shape
+            if isinstance(value, torch.Tensor)
+            and value.shape == shard.tensor.shape
+            and not (self.whole and (value.dtype is not shard.tensor.dtype or not is_plain(value)))
         }
 
     def away(self, shard: ParamShard) -> dict[str, torch.Tensor]:
@@ -186,9 +267,15 @@ class TileStates:
         return out
 
     def numbers(self, shard: ParamShard) -> dict[str, Any]:
-        """Return the rest of the state of a shard: a step count, an option."""
+        """Return the rest of the state of a shard: a step count, an option; of a whole parameter
+        also states of other shapes, as a step sees them.
+        """
         moments = self.moments(shard)
-        return {key: value for key, value in self.of(shard).items() if key not in moments}
+        return {
+            key: _apart(shard, value, rests=False) if self.whole else value
+            for key, value in self.of(shard).items()
+            if key not in moments
+        }
 
     def placed(self, shard: ParamShard, group: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return copies of the `numbers` of a parameter's state, each on the device where the
@@ -208,7 +295,7 @@ class TileStates:
                 out[key] = value.to(like.device, copy=True)
             else:
                 out[key] = copy.deepcopy(value)
-        return out
+        return settled(shard, out) if self.whole else out
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
@@ -257,9 +344,12 @@ class TileStates:
         for segment in {tile.segment for tile in tiles}:
             for storage in segment.moments.values():
                 out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
+        known: set[int] = set()  # tables that parameters share count once
         for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
-                out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+            for one in plain_tensors(value):
+                if one.numel() > 1 and 0 not in one.stride() and one.data_ptr() not in known:
+                    known.add(one.data_ptr())
+                    out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + one.numel() * one.element_size()
         return out
 
 
