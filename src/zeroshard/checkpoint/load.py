@@ -86,8 +86,7 @@ class StepLoader:
         self.misfits = match.misfits  # an error where strict
         self.skipped = match.skipped  # entries of the checkpoint that are not loaded
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
-        # the optimizer steps whole parameters in their shapes
-        self._whole = any(table.whole for table in states_of(engine).tables())
+        self._whole = False  # the optimizer steps whole parameters in their shapes
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
@@ -146,6 +145,7 @@ class StepLoader:
         }
         beside = {name: ema.averages for name, ema in averages.items()}
         for table in states_of(self._engine).tables(beside):
+            self._whole |= table.whole
             for piece in table.pieces((VALUE, *beside)):
                 name = self._match.there.get(id(piece.parameter))
                 if name is not None:
