@@ -288,7 +288,10 @@ _REFUSED: dict[type[torch.optim.Optimizer], str] = {
 }
 
 _REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
-WHOLE = "give each rank whole parameters, with shard(ownership='whole')"
+WHOLE = (
+    "give each rank whole parameters, with shard(ownership='whole') (DeepSpeed's JSON:"
+    ' "zeroshard": {"ownership": "whole"})'
+)
 # of a state of another shape in equal parts
 KEPT_STATES = (
     "let the optimizer keep tensors of the parameter's shape, tensors without dimensions such as"
