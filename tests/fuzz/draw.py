@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.fuzz.optimizers import OPTIMIZERS, WHOLE
+from tests.fuzz.optimizers import APART, OPTIMIZERS, WHOLE
 from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
@@ -33,6 +33,7 @@ from zeroshard.core.policy import ROWS
 LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturbances)
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 OWNED = 103_000  # from this seed on ranks may own whole parameters
+SHAPED = 104_000  # from this seed on with states of other shapes
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
@@ -66,8 +67,9 @@ def _drawn(seed: int) -> Program:
     own = random.Random(f"ownership of {seed}")
     if seed >= OWNED and own.random() < 0.4:
         program = replace(program, shares=None, ownership="whole")
+        more = APART if seed >= SHAPED else ()
         if own.random() < 0.5:
-            program = replace(program, optimizer=own.choice([*WHOLE]))
+            program = replace(program, optimizer=own.choice([*WHOLE, *more]))
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15

@@ -34,6 +34,7 @@ CUT_OFF = (  # ... and steps that one rank gives up alone, or that signals end
 )
 NEUTRAL = (*CUT_OFF, *READS, *INTERRUPTS, "climb", "offload")  # after which all is as it was
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
+_OF_WHOLE = ("lamb", "hybrid", "adafactor", "blocks")  # optimizers that step whole parameters
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
-    if program.optimizer in ("lamb", "hybrid"):
+    if program.optimizer in _OF_WHOLE:
         if program.ownership is None:
             program = replace(program, optimizer="adamw")
         else:  # steps in parts of whole parameters are refused
@@ -354,6 +355,8 @@ def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
         program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
+        if program.optimizer in _OF_WHOLE:
+            program = replace(program, optimizer="adamw")
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
             for layer in program.layers

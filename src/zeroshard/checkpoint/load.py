@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +62,8 @@ from zeroshard.runtime.access import curve_of, departures
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.runtime.whole import saved_names
+
+_TRIAL_NUMEL = 1 << 16  # rules of few bits leave parameters of less than 4096 elements as they are
 
 # -------------------------------------------------------------------------------------- step loader
 # Load one step into one engine: read and verify all that is needed, then write it.
@@ -181,8 +184,13 @@ class StepLoader:
             self._trials |= {one: trials[kind] for one, kind in kinds.items()}
 
     def _trial_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape with which a rule is tried out that steps all or a part of one."""
-        return (8,) * min(parameter.dim(), 4) if self._whole else TRIAL_SHAPE
+        """Return the shape with which a rule is tried out that steps all or a part of one. Which
+        states it keeps of a whole one may go by its shape and size.
+        """
+        shape = list(parameter.shape if self._whole else TRIAL_SHAPE)
+        while prod(shape) > _TRIAL_NUMEL:
+            shape[shape.index(max(shape))] //= 2
+        return tuple(shape)
 
     def _state_of(self, name: str, owned: ParamShard, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""
@@ -206,9 +214,13 @@ class StepLoader:
             state[key] = self._saved.range(name, kind, span).to(here)
             if self._whole:
                 state[key] = state[key].as_strided(owned.parameter.shape, owned.stride)
-        trial = self._trials.get(id(owned.tensor), {})
+        trial = dict(self._trials.get(id(owned.tensor), {}))
+        for key, one in tuple(trial.items()) if self._whole else ():
+            is_coded = is_apart(one) and not (is_plain(one) and one.is_floating_point())
+            if key in apart or (key in state and is_coded):  # its form may go by its size
+                del trial[key]
         try:
-            fitted = fitted_state(state, {key: trial[key] for key in trial if key not in apart})
+            fitted = fitted_state(state, trial)
             return settled(owned, {**fitted, **apart}) if self._whole else fitted
         except ValueError as error:
             raise CheckpointError(
