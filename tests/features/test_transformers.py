@@ -35,7 +35,7 @@ def _launched(script: str, folder: Path, *words: str, world: int = 2) -> dict[st
 def _trained(rank: int, world: int, folder: str) -> dict[str, Any]:
     from tests.support import trainer_features, trainer_runs
 
-    names = ["ragged", "half", "best", "adapter", "grouped", "sequences", "handed on"]
+    names = ["ragged", "half", "best", "adapter", "grouped", "sequences", "handed on", "adafactor"]
     features = trainer_features.run(Path(folder, "features"), names)
     return {"results": trainer_runs.run(Path(folder, "runs")), "features": features}
 
@@ -134,12 +134,12 @@ def _same(ours: Any, plain: Any) -> bool:
     return bool(ours == (pytest.approx(plain, rel=2e-5) if isinstance(plain, float) else plain))
 
 
-@pytest.mark.parametrize("name", ["ragged", "sequences", "handed on"])
+@pytest.mark.parametrize("name", ["ragged", "sequences", "handed on", "adafactor"])
 def test_a_feature_of_the_trainer_gives_the_numbers_that_it_gives_with_ddp(
     features: dict[str, Any], name: str
 ) -> None:
     """Smoothed labels of uneven number, max_grad_norm=0 and gradient checkpointing; a subclass that
-    predicts by generating; a second trainer on the model of a first.
+    predicts by generating; a second trainer on the model of a first; Adafactor.
     """
     assert _same(features[name]["ours"], features[name]["plain"]), features[name]
 

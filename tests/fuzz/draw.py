@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.fuzz.optimizers import OPTIMIZERS, WHOLE
+from tests.fuzz.optimizers import APART, OPTIMIZERS, WHOLE
 from tests.fuzz.program import (
     CODED_ROWS,
     CROSSING,
@@ -37,6 +37,7 @@ LATEST = 98_000  # from this seed on layers may get inputs without gradients (_o
 OWNED = 103_000  # from this seed on ranks may own whole parameters
 SEVERAL = 105_000  # from this seed on two optimizers may step one model
 BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
+SHAPED = 104_000  # from this seed on with states of other shapes
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
@@ -71,7 +72,8 @@ def _drawn(seed: int) -> Program:
     if seed >= OWNED and own.random() < (0.4 if seed < WHOLE_TIERS else 0.8):
         program = replace(program, shares=None, ownership="whole")
         if own.random() < (0.5 if seed < WHOLE_TIERS else 0.8):
-            program = replace(program, optimizer=own.choice([*WHOLE]))
+            more = APART if SHAPED <= seed < SEVERAL or seed >= BOTH else ()
+            program = replace(program, optimizer=own.choice([*WHOLE, *more]))
         if seed >= WHOLE_TIERS and own.random() < 0.7:
             by_cost = program.optimizer in WHOLE and own.random() < 0.4
             tiers = own.choice(_choices(program.row))

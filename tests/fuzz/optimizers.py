@@ -79,10 +79,37 @@ class Hybrid(_ByParameter):
         p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
+class Blocks(_ByParameter):
+    """SGD with a momentum of 8 bits in blocks of 16, of parameters with more than 32 elements."""
+
+    def update(
+        self, p: nn.Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if "absmax" in state:
+            codes = (state["codes"].flatten().float() - 128) / 127
+            before = codes * state["absmax"].repeat_interleave(16)[: p.numel()]
+        else:
+            before = state.get("momentum", torch.zeros_like(p)).flatten()
+        momentum = before.mul(0.9).add_(grad.flatten())
+        p.sub_(momentum.view(p.shape), alpha=group["lr"])
+        if p.numel() <= 32:
+            state["momentum"] = momentum.view(p.shape)
+            return
+        blocks = nn.functional.pad(momentum, (0, -p.numel() % 16)).view(-1, 16)
+        state["absmax"] = blocks.abs().amax(1)
+        codes = (blocks / state["absmax"].clamp_min(1e-12)[:, None] * 127 + 128).round()
+        state["codes"] = codes.to(torch.uint8).flatten()[: p.numel()].view(p.shape)
+
+
 # of whole parameters
 WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lamb": (Lamb, {}),
     "hybrid": (Hybrid, {}),
+}
+# and with states of other shapes
+APART: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adafactor": (torch.optim.Adafactor, {}),
+    "blocks": (Blocks, {}),
 }
 
 
@@ -96,7 +123,7 @@ def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> tor
     """Return the program's optimizer over `parameters`; frozen ones are in it, as users leave
     them.
     """
-    cls, options = (OPTIMIZERS | WHOLE | MATRICES)[program.optimizer]
+    cls, options = (OPTIMIZERS | WHOLE | APART | MATRICES)[program.optimizer]
     if program.several:
         matrices = [p for p in parameters.values() if p.ndim == 2]
         others = [p for p in parameters.values() if p.ndim != 2]

@@ -35,6 +35,13 @@ CUT_OFF = (  # ... and steps that one rank gives up alone, or that signals end
 )
 NEUTRAL = (*CUT_OFF, *READS, *INTERRUPTS, "climb", "offload")  # after which all is as it was
 CROSSING = ("experts", "attend")  # kinds whose gradients come from the losses of other ranks, too
+_OF_WHOLE = (
+    "lamb",
+    "hybrid",
+    "muon",
+    "adafactor",
+    "blocks",
+)  # optimizers that step whole parameters
 
 
 @dataclass(frozen=True)
@@ -218,7 +225,7 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
-    by_elements = program.optimizer not in ("lamb", "hybrid", "muon")
+    by_elements = program.optimizer not in _OF_WHOLE
     if by_elements and program.ownership:
         program = replace(program, ownership="whole")
     if not by_elements:
@@ -361,7 +368,7 @@ def _repaired_options(program: Program) -> Program:
         if program.optimizer in ("lamb", "hybrid"):
             program = replace(program, optimizer="adamw")
         program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
-        if program.optimizer in ("lamb", "hybrid", "muon"):
+        if program.optimizer in _OF_WHOLE:
             program = replace(program, optimizer="adamw")
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer

@@ -320,6 +320,15 @@ def handed_on(runs: Runs) -> dict[str, Any]:
     return {"losses": out}
 
 
+def adafactor(runs: Runs) -> dict[str, Any]:
+    """An optimizer with states of other shapes, which a DeepSpeed file lets ranks own whole."""
+    zero = {"zero_optimization": {"stage": 3}, "zeroshard": {"ownership": "whole"}}
+    runs.make("adafactor", llama, zero, optim="adafactor").train()
+    out = runs.losses()
+    runs.close()
+    return out
+
+
 def moves(folder: Path, kind: str, steps: int) -> dict[str, Any]:
     """Go to step `steps` of a run whose steps take 12 samples on any number of ranks: "plain" with
     DDP, "ours" at another stage on each number of ranks, from the newest checkpoint.
@@ -359,6 +368,7 @@ def run(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         "sequences": sequences,
         "twice": twice,
         "handed on": handed_on,
+        "adafactor": adafactor,
     }
     answers: dict[str, Any] = {}
     for name in names:

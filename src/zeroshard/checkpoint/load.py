@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
+from torch import nn
 
 from zeroshard.checkpoint.kept import (
     Holdings,
@@ -53,13 +55,16 @@ from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
 from zeroshard.core.placement import STATE, VALUE, Part, Tier
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
-from zeroshard.optim.copies import fitted_state, state_after_trial
+from zeroshard.optim.copies import TRIAL_SHAPE, WHOLE, fitted_state, flatten, state_after_trial
 from zeroshard.optim.several import class_name, owner, owner_of_group
 from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.tiles import is_apart, is_plain, settled
 from zeroshard.runtime.access import curve_of, departures
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
 from zeroshard.runtime.whole import saved_names
+
+_TRIAL_NUMEL = 1 << 16  # rules of few bits leave parameters of less than 4096 elements as they are
 
 # -------------------------------------------------------------------------------------- step loader
 # Load one step into one engine: read and verify all that is needed, then write it.
@@ -85,6 +90,8 @@ class StepLoader:
         self.misfits = match.misfits  # an error where strict
         self.skipped = match.skipped  # entries of the checkpoint that are not loaded
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
+        # by param group: whether the optimizer steps whole parameters in their shapes
+        self._by_shape: Sequence[bool] = ()
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
@@ -143,6 +150,7 @@ class StepLoader:
         }
         beside = {name: ema.averages for name, ema in averages.items()}
         for table in states_of(self._engine).tables(beside):
+            self._by_shape = table.by_shape
             for piece in table.pieces((VALUE, *beside)):
                 name = self._match.there.get(id(piece.parameter))
                 if name is not None:
@@ -155,37 +163,69 @@ class StepLoader:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
         optimizer, home = self._engine.optimizer, states_of(self._engine).device
         assert optimizer is not None
+        states, groups_here = states_of(self._engine), states_of(self._engine).param_groups()
+        pieces = states.stepped_pieces()
+        shapes = {id(o.tensor): self._trial_shape(o.parameter, o.group) for o in pieces}
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             options, rule = {**mine, **saved}, owner_of_group(optimizer, index)
+            first = next((self._trial_shape(p, index) for p in groups_here[index]), TRIAL_SHAPE)
             # a fraction cuts a group: its step counts lie where its pieces are
-            kinds = dict.fromkeys((piece.dtype, piece.device) for piece in mine["params"])
+            kinds = {
+                id(one): (one.dtype, one.device, home, shapes.get(id(one), first))
+                for one in mine["params"]
+            }
             try:
                 trials = {
-                    (dtype, device): state_after_trial(rule, options, dtype, device, home)
-                    for dtype, device in kinds or [(torch.float32, home)]
+                    kind: state_after_trial(rule, options, *kind)
+                    for kind in {*kinds.values()} or [(torch.float32, home, home, first)]
                 }
             except Exception as error:
                 raise CheckpointError(
                     f"{self._saved.path}: {class_name(rule)} cannot step with the options"
                     f" of param group {index} there: {type(error).__name__}: {error}"
                 ) from error
-            for piece in mine["params"]:
-                self._trials[id(piece)] = trials[piece.dtype, piece.device]
+            self._trials |= {one: trials[kind] for one, kind in kinds.items()}
+
+    def _trial_shape(self, parameter: nn.Parameter, group: int) -> tuple[int, ...]:
+        """Return the shape with which the rule of a param group is tried out on all or a part of a
+        `parameter`. Which states it keeps of a whole one may go by its shape and size.
+        """
+        shape = list(parameter.shape if self._by_shape[group] else TRIAL_SHAPE)
+        while prod(shape) > _TRIAL_NUMEL:
+            shape[shape.index(max(shape))] //= 2
+        return tuple(shape)
 
     def _state_of(self, name: str, owned: ParamShard, kinds: Iterable[str]) -> dict[str, Any]:
         """Return the optimizer's state of one piece."""
         assert self._saved.manifest.optimizer is not None
-        state = {
-            key: decode(value, self._saved.fetch)
-            for key, value in self._saved.manifest.optimizer["scalars"].get(name, {}).items()
-        }
-        part = self._parts[owned.name]
-        wanted = Span(part, owned.stride, owned.piece.start, owned.piece.stop)
+        state, apart, here = dict[str, Any](), dict[str, Any](), owned.tensor.device
+        for key, value in self._saved.manifest.optimizer["scalars"].get(name, {}).items():
+            found = decode(value, lambda place: self._fetch(0, place).to(here, copy=True))
+            (apart if is_apart(found) else state)[key] = found
+        part, piece = self._parts[owned.name], owned.piece
+        by_shape = self._by_shape[owned.group]
+        for key in () if by_shape else tuple(apart):
+            value = apart.pop(key)
+            if not is_plain(value) or value.shape != part.shape or not part.is_whole:
+                raise CheckpointError(
+                    f"{self._saved.path}: optimizer state {key!r} of parameter {name!r} is whole"
+                    f" there and cannot be cut into parts: {WHOLE}"
+                )
+            state[key] = flatten(value, owned.stride)[piece.start : piece.stop].clone()
         for kind in kinds:
-            tensor = self._saved.range(name, kind, wanted)
-            state[kind.removeprefix(STATE)] = tensor.to(owned.tensor.device)
+            key = kind.removeprefix(STATE)
+            span = Span(part, owned.stride, piece.start, piece.stop)
+            state[key] = self._saved.range(name, kind, span).to(here)
+            if by_shape:
+                state[key] = state[key].as_strided(owned.parameter.shape, owned.stride)
+        trial = dict(self._trials.get(id(owned.tensor), {}))
+        for key, one in tuple(trial.items()) if by_shape else ():
+            is_coded = is_apart(one) and not (is_plain(one) and one.is_floating_point())
+            if key in apart or (key in state and is_coded):  # its form may go by its size
+                del trial[key]
         try:
-            return fitted_state(state, self._trials.get(id(owned.tensor), {}))
+            fitted = fitted_state(state, trial)
+            return settled(owned, {**fitted, **apart}) if by_shape else fitted
         except ValueError as error:
             raise CheckpointError(
                 f"{self._saved.path}: the optimizer cannot go on from the state of parameter"

@@ -35,7 +35,7 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
 from zeroshard.checkpoint.values import decode, encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
-from zeroshard.core.placement import VALUE, Part
+from zeroshard.core.placement import STATE, VALUE, Part
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.copies import KEPT_STATES
 from zeroshard.optim.several import class_name
@@ -420,7 +420,7 @@ def _collect_pieces(
     names, parts = names_of(engine.module), whole_parts(engine, experts)
     beside = {name: ema.averages for name, ema in averages.items()}
     for table in states_of(engine).tables(beside):
-        numbers = table.numbers()
+        numbers, whole = table.numbers(), any(table.by_shape)
         for piece in table.pieces(share=True):
             name = experts.name(names[id(piece.parameter)][0])
             if name not in part.parameters or not parts[piece.name][1]:
@@ -432,13 +432,24 @@ def _collect_pieces(
             tensor = piece.tensor if piece.state.on_device else piece.borrowed
             part.stored.append((TensorEntry.piece(*place, code, box), tensor))
             for key, value in numbers.get(piece.name, {}).items() if piece.kind == VALUE else ():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and not whole:
                     raise CheckpointError(
                         f"optimizer state {key!r} of parameter {name!r} has shape"
                         f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
                     )
                 path = f"optimizer state {key!r} of {name!r}"
-                part.scalars.setdefault(name, {})[key] = encode(value, path, no_tensors)
+                of_whole = partial(_store_whole, part, path, f"{name}|{STATE}{key}")
+                store = of_whole if whole else no_tensors
+                part.scalars.setdefault(name, {})[key] = encode(value, path, store)
+
+
+def _store_whole(part: RankPart, what: str, key: str, path: str, tensor: torch.Tensor) -> str:
+    """Store a tensor, at `path` in `what`, of a state that is whole with its parameter."""
+    key += path.removeprefix(what)
+    code = dtype_code(tensor.dtype, path)
+    entry = TensorEntry.loose(f"{key}@0", tuple(tensor.shape), code)
+    part.stored.append((entry, tensor.detach()))
+    return key
 
 
 def encoded_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

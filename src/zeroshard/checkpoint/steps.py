@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.manifest import BUFFER, HEAD_BYTES, MAX_BYTES, SHARD_NAME, Manifest
+from zeroshard.core.placement import STATE
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import NotReadable, open_descriptor
 
@@ -488,6 +489,8 @@ def summarize(manifest: Manifest) -> dict[str, Any]:
     num_bytes: Counter[tuple[str, str]] = Counter()
     for entry in manifest.tensors:
         kind = "buffer" if entry.kind.startswith(BUFFER) else "other"
+        if (mark := f"|{STATE}") in entry.kind:
+            kind = STATE + entry.kind.partition(mark)[2].removesuffix("@0")
         if entry.parameter is not None:
             kind = entry.kind
         num_tensors[kind, entry.dtype] += 1

@@ -7,6 +7,8 @@ JSON's own values stand for themselves. An object with one key that begins with 
     {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}
     {"$dict": [[key, value], ...]}        where keys are not plain text
     {"$float": "nan"}  {"$bytes": base64}  {"$complex": [re, im]}  {"$dtype": "float32"}
+    {"$subclass": [class, tensors, context, shape, stride]}
+                                          a tensor that wraps others, by its __tensor_flatten__()
 
 Invariant: ``decode(encode(x)) == x``, types included, except that a subclass of a plain type
 becomes that type (OrderedDict, namedtuple, IntEnum, nn.Parameter), bytearray bytes, and a numpy
@@ -56,6 +58,12 @@ def _encode(value: Any, path: str, store: Store, depth: int) -> Any:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
         require_dense(value, path)
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            inner = {name: getattr(value, name) for name in names}
+            of_class = [inner, context, list(value.shape), list(value.stride())]
+            encoded = [_encode(part, path, store, depth + 1) for part in of_class]
+            return {"$subclass": [_full_name(type(value)), *encoded]}
         if value.dim() or value.is_complex():
             return {"$tensor": store(path, value)}
         dtype = str(value.dtype).removeprefix("torch.")
@@ -90,6 +98,23 @@ def _encode(value: Any, path: str, store: Store, depth: int) -> Any:
         f"{path} is a {type(value).__name__}, which has no form in a checkpoint: numbers, text,"
         " lists, dictionaries and tensors have"
     )
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _subclass(name: str) -> Any:
+    """Return the subclass of torch.Tensor of that full name, which this program has imported:
+    nothing is imported because a checkpoint names it.
+    """
+    todo = [torch.Tensor]
+    while todo:
+        kind = todo.pop()
+        if _full_name(kind) == name and hasattr(kind, "__tensor_unflatten__"):
+            return kind
+        todo += kind.__subclasses__()
+    raise ValueError(f"a tensor is a {name}, a class that this program has not imported")
 
 
 def no_tensors(path: str, tensor: torch.Tensor) -> str:
@@ -190,6 +215,9 @@ def _decode(value: Any, fetch: Callable[[str], torch.Tensor], depth: int) -> Any
     for kind, known in _TAGS.items():
         if tag == known:
             return kind(inner(item) for item in body)
+    if tag == "$subclass":
+        tensors, context, shape, stride = (inner(item) for item in body[1:])
+        return _subclass(body[0]).__tensor_unflatten__(tensors, context, shape, stride)
     if tag == "$scalar":
         return torch.tensor(inner(body[1]), dtype=inner({"$dtype": body[0]}))
     if tag == "$dict":

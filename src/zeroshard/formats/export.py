@@ -152,12 +152,12 @@ class _ExportedStep:
         self._dtype = dtype
         self._progress = progress
         self._shards = OpenShards(path, self.manifest, stack, open_file=files.open)
-        self._pieces = self.manifest.pieces()
+        self._pieces, self._loose = self.manifest.pieces(), self.manifest.loose()
 
     def items(self) -> list[_Item]:
         """Return all parameters and rank 0's buffers. Raises CheckpointError where one has gaps."""
         found = [self._item(name, VALUE, self._dtype) for name in self.manifest.parameters]
-        for key, entry in self.manifest.loose().items():
+        for key, entry in self._loose.items():
             if key.startswith(BUFFER) and key.endswith("@0"):
                 name = key.removeprefix(BUFFER).removesuffix("@0")
                 shape = ParameterEntry(entry.shape, row_stride(entry.shape), trained=False)
@@ -167,14 +167,13 @@ class _ExportedStep:
 
     def extra_states(self) -> dict[str, Any]:
         """Return what modules' ``get_extra_state()`` had returned, of each the first rank's."""
-        loose = self.manifest.loose()
-
-        def fetch(rank: int, key: str) -> torch.Tensor:
-            entry = loose[f"{key}@{rank}"]
-            return self._shards.read(entry, 0, entry.numel).view(entry.shape).clone()
-
         saved = self.manifest.states.get(OF_MODULES, {"same": {}})
-        return ExtraStates.decoded(saved, fetch)
+        return ExtraStates.decoded(saved, lambda rank, key: self.fetch(key, rank))
+
+    def fetch(self, key: str, rank: int = 0) -> torch.Tensor:
+        """Return a tensor of its own, that `rank` has saved."""
+        entry = self._loose[f"{key}@{rank}"]
+        return self._shards.read(entry, 0, entry.numel).view(entry.shape).clone()
 
     def optimizer_state(self, name: str) -> dict[str, _Item]:
         """Return the tensors of the optimizer's state of a parameter, by key."""
@@ -333,7 +332,7 @@ def _optimizer_state(
     assert saved is not None
 
     def decoded(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: decode(value, _no_tensors) for key, value in values.items()}
+        return {key: decode(value, source.fetch) for key, value in values.items()}
 
     try:
         state = {name: decoded(scalars) for name, scalars in saved["scalars"].items()}
@@ -349,10 +348,6 @@ def _optimizer_state(
         for key, item in source.optimizer_state(name).items():
             state.setdefault(name, {})[key] = source.whole(item)
     return state, groups
-
-
-def _no_tensors(key: str) -> torch.Tensor:
-    raise ValueError(f"a tensor {key!r} among the numbers")
 
 
 def _write_torch(source: _ExportedStep, items: list[_Item], path: Path) -> None:

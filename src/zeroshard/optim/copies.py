@@ -32,7 +32,7 @@ from torch import nn
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import undisturbed
 
-_TRIAL_SHAPE = (8, 8)  # some rules take matrices alone
+TRIAL_SHAPE = (8, 8)  # some rules take matrices alone
 _TRIAL_STEPS = 2  # some rules make a buffer at the second step only
 
 
@@ -140,13 +140,14 @@ def state_after_trial(
     dtype: torch.dtype,
     device: torch.device,
     home: torch.device,
+    shape: Sequence[int] = TRIAL_SHAPE,
 ) -> dict[str, Any]:
-    """Return the state that `optimizer` keeps of a parameter of its own of `dtype` on `device`,
-    in a param group of `options`, where the model computes on `home`.
+    """Return the state that `optimizer` keeps of a parameter of its own of `dtype` and `shape` on
+    `device`, in a param group of `options`, where the model computes on `home`.
 
     Raises whatever a step with these options raises.
     """
-    parameter = nn.Parameter(torch.ones(_TRIAL_SHAPE, dtype=dtype, device=device))
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
     own = _options(options, off_device=device.type != home.type)
     with undisturbed(device), torch.enable_grad():
         grads = [torch.ones_like(parameter)] * _TRIAL_STEPS
@@ -286,13 +287,16 @@ _REFUSED: dict[type[torch.optim.Optimizer], str] = {
     ),
 }
 
-# of a state of another shape
+_REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
+WHOLE = (
+    "give each rank whole parameters, with shard(ownership='whole') (DeepSpeed's JSON:"
+    ' "zeroshard": {"ownership": "whole"})'
+)
+# of a state of another shape in equal parts
 KEPT_STATES = (
     "let the optimizer keep tensors of the parameter's shape, tensors without dimensions such as"
-    " torch.tensor(0.0), and numbers, or take torch.optim.AdamW"
+    f" torch.tensor(0.0), and numbers, take torch.optim.AdamW, or {WHOLE}"
 )
-_REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
-_WHOLE = "give each rank whole parameters, with shard(ownership='whole')"
 _BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 
 # The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout
@@ -320,7 +324,7 @@ def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None
     name = type(optimizer).__qualname__
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused) and not (whole and refused in _BY_PARAMETER):
-            instead = f"{_WHOLE}, or {_REMEDY}" if refused is torch.optim.Muon else _REMEDY
+            instead = f"{WHOLE}, or {_REMEDY}" if refused in _BY_PARAMETER else _REMEDY
             raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {instead}")
     if is_elementwise(optimizer):
         return
@@ -478,13 +482,13 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
             raise ConfigError(
                 f"{name} is not elementwise: in {_NUM_STEPS} trial steps {differ} of {cut.numel()}"
                 f" elements of a parameter of shape {shape} came out differently when it was"
-                f" stepped in pieces, as ZeRO does; {_REMEDY}, or {_WHOLE}"
+                f" stepped in pieces, as ZeRO does; {_REMEDY}, or {WHOLE}"
             )
 
 
 def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
     """Raise ConfigError unless two parameters end with the same bits alone and together, under the
-    options of param group `index`, and with states that can be cut.
+    options of param group `index`.
     """
     options = _options(optimizer.param_groups[index], off_device=False)
     values, grads = _numbers(torch.device("cpu"))
@@ -495,15 +499,7 @@ def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> Non
         for shape in shapes:
             numel = math.prod(shape)
             own[nn.Parameter(values[:numel].reshape(shape).clone())] = grads[:, :numel]
-        for parameter, state in zip(own, _step_copy(optimizer, options, own), strict=True):
-            for key, value in state.items():
-                is_cut = isinstance(value, torch.Tensor) and value.numel() != 1
-                if is_cut and value.shape != parameter.shape:
-                    raise ConfigError(
-                        f"{name} cannot be sharded: its state {key!r} of a parameter of shape"
-                        f" {tuple(parameter.shape)} has shape {tuple(value.shape)};"
-                        f" {KEPT_STATES}"
-                    )
+        _step_copy(optimizer, options, own)
         return [parameter.detach() for parameter in own]
 
     dims = {min(p.dim(), 4) for p in optimizer.param_groups[index]["params"]} - {0}
@@ -512,8 +508,6 @@ def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> Non
             pair = (24, 16, 3, 3)[:dim], (8, 40, 3, 3)[:dim]
             try:
                 together, alone = steps(*pair), [steps(shape)[0] for shape in pair]
-            except ConfigError:
-                raise
             except Exception as error:
                 raise ConfigError(
                     f"{name} cannot be sharded: a trial step on parameters of {dim} dimension(s)"

@@ -395,6 +395,8 @@ class TileRunner:
             for index, parameter in stepped.items():
                 opened[index] = states[parameter]
                 if by_shape[shards[index].group]:
+                    if parameter.data_ptr() != master[shards[index].span].data_ptr():
+                        shaped(shards[index], master[shards[index].span]).copy_(parameter.data)
                     reshape_state(shards[index], opened[index], whole=False)
 
 

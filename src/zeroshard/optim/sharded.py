@@ -28,13 +28,12 @@ from torch import nn
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
-from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of, shard_state
+from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.several import INTERRUPTED, JointOptimizer, OptimizerStep, each_of, groups_of
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import PartialState, TileStates, fitted_grad
-from zeroshard.state.local import local_of
 
 
 class Usable(Protocol):
@@ -123,15 +122,7 @@ class ShardedOptimizer:
         for shard in self.pieces():
             state = optimizer.state.get(shard.parameter)
             if state:
-                piece = shard_state(
-                    {key: local_of(value) for key, value in state.items()},
-                    tuple(local_of(shard.parameter).shape),
-                    shard.piece.start,
-                    shard.piece.stop,
-                    stride=shard.stride,
-                    name=shard.name,
-                )
-                new_state.append((shard, piece))
+                new_state.append((shard, self.states.part_of(shard, state)))
         optimizer.state.clear()
         for shard, piece in new_state:
             self.states.entries(shard)[shard.tensor] = piece

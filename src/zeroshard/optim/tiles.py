@@ -6,6 +6,10 @@ is needed; and the state dict of a rank.
 
 Invariant: a shard off the device, and its moments, are one NaN expanded to their shape wherever the
 user sees them. A key is at rest exactly where its value is the placeholder of its length and dtype.
+
+A rank that owns whole parameters keeps states of any shape with them (Adafactor's factors, blocks
+of 8 bits), as the optimizer has made them. Where one has the shape of a flat shard's moments, it
+has one more dimension between steps, of size 1.
 """
 
 from __future__ import annotations
@@ -13,14 +17,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
-from zeroshard.optim.copies import SCALARS, flatten, is_elementwise, state_after_trial
+from zeroshard.optim.copies import (
+    SCALARS,
+    flatten,
+    is_elementwise,
+    shard_state,
+    state_after_trial,
+)
 from zeroshard.optim.several import each_of, owner, owner_of_group
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
@@ -41,15 +51,67 @@ def shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
 
 
 def reshape_state(shard: ParamShard, state: dict[str, Any], *, whole: bool) -> None:
-    """Give what has a number per element in the `state` of `shard`, a whole parameter, its shape,
-    or make it flat again.
+    """Give the `state` of `shard`, a whole parameter, the shapes of a step, or let it be as it
+    rests again.
     """
-    flat, shape = torch.Size([shard.piece.numel]), local_of(shard.parameter).shape
+    if not whole:
+        state.update(settled(shard, state))
+        return
+    flat, dtype = torch.Size([shard.piece.numel]), shard.tensor.dtype
     for key, value in state.items():
-        if not (whole or shape) and key in SCALARS:  # of a parameter without dimensions
-            continue
-        if isinstance(value, torch.Tensor) and value.shape == (flat if whole else shape):
-            state[key] = shaped(shard, value) if whole else flatten(value, shard.stride)
+        if is_plain(value) and value.shape == flat and value.dtype is dtype:
+            state[key] = shaped(shard, value)
+        else:
+            state[key] = _apart(shard, value, rests=False)
+
+
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether `value` is a tensor with memory of its own, not a subclass that wraps others."""
+    return isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__")
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a state: itself, or what it wraps or has for items."""
+    if is_plain(value):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from plain_tensors(item)
+
+
+def is_apart(value: object) -> bool:
+    """Whether a state that is no moment is more than a number."""
+    return any(one.dim() or one is not value for one in plain_tensors(value))
+
+
+def settled(shard: ParamShard, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `state` of a whole parameter, in the shapes of a step, as it rests: moments flat,
+    and others of the parameter's shape in its memory order.
+    """
+    shape, out = local_of(shard.parameter).shape, dict[str, Any]()
+    for key, value in state.items():
+        is_scalar = not shape and key in SCALARS  # of a parameter without dimensions
+        if not is_plain(value) or value.shape != shape or is_scalar:
+            out[key] = _apart(shard, value, rests=True)
+        elif value.dtype is shard.tensor.dtype:
+            out[key] = flatten(value, shard.stride)
+        else:
+            room = torch.empty_strided(shape, shard.stride, dtype=value.dtype, device=value.device)
+            out[key] = room.copy_(value)
+    return out
+
+
+def _apart(shard: ParamShard, value: Any, *, rests: bool) -> Any:
+    """Return a state that is no moment as it `rests`, or as a step sees it."""
+    if not is_plain(value) or value.dtype is not shard.tensor.dtype or not value.dim():
+        return value
+    is_like = value.shape == (shard.piece.numel, *(1,) * (value.dim() - 1))
+    if not is_like or local_of(shard.parameter).dim() == 1:
+        return value
+    return value.unsqueeze(-1) if rests else value.squeeze(-1)
 
 
 class TileStates:
@@ -77,6 +139,26 @@ class TileStates:
     def entries(self, shard: ParamShard) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of the optimizer that steps a shard, by tensor."""
         return owner(self._optimizer, shard.parameter).state
+
+    def part_of(self, shard: ParamShard, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a parameter's `state` that belongs to a shard. Raises ConfigError for
+        one that cannot be cut.
+        """
+        if self.by_shape[shard.group]:
+            lifted = {
+                key: value.to(shard.tensor.dtype)  # as the master is
+                for key, value in state.items()
+                if is_plain(value) and value.dtype is shard.parameter.dtype
+            }
+            return settled(shard, {**state, **lifted})
+        return shard_state(
+            {key: local_of(value) for key, value in state.items()},
+            tuple(local_of(shard.parameter).shape),
+            shard.piece.start,
+            shard.piece.stop,
+            stride=shard.stride,
+            name=shard.name,
+        )
 
     def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the placeholder of `numel` numbers, the same object each time."""
@@ -122,7 +204,7 @@ class TileStates:
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                if value.shape != shard.tensor.shape:
+                if not self._is_moment(shard, value):
                     state[key] = value.cpu()  # a step count: a fused step has it on the device
                     continue
                 if key not in moments:
@@ -183,17 +265,26 @@ class TileStates:
                 tensor, shape = shard.tensor, local_of(shard.parameter).shape
                 if (tensor.shape == shape) is whole:
                     continue
+                stepped = tensor.data
                 tensor.grad = None
-                flat = tensor.data
-                tensor.data = shaped(shard, flat) if whole else flatten(flat, shard.stride)
+                tensor.data = shaped(shard, stepped) if whole else flatten(stepped, shard.stride)
+                if not whole:
+                    shard.repoint()
+                    if tensor.data_ptr() != stepped.data_ptr():  # of its own: bitsandbytes' can be
+                        shaped(shard, tensor.data).copy_(stepped)
                 reshape_state(shard, self.of(shard), whole=whole)
+
+    def _is_moment(self, shard: ParamShard, value: Any) -> bool:
+        """Whether a state of a shard has a number per element, which rests in its place."""
+        if not isinstance(value, torch.Tensor) or value.shape != shard.tensor.shape:
+            return False
+        is_like = value.dtype is shard.tensor.dtype and is_plain(value)
+        return is_like or not self.by_shape[shard.group]
 
     def moments(self, shard: ParamShard) -> dict[str, torch.Tensor]:
         """Return what of the state of a shard has a number per element."""
         return {
-            key: value
-            for key, value in self.of(shard).items()
-            if isinstance(value, torch.Tensor) and value.shape == shard.tensor.shape
+            key: value for key, value in self.of(shard).items() if self._is_moment(shard, value)
         }
 
     def away(self, shard: ParamShard) -> dict[str, torch.Tensor]:
@@ -209,9 +300,15 @@ class TileStates:
         return out
 
     def numbers(self, shard: ParamShard) -> dict[str, Any]:
-        """Return the rest of the state of a shard: a step count, an option."""
+        """Return the rest of the state of a shard: a step count, an option; of a whole parameter
+        also states of other shapes, as a step sees them.
+        """
         moments = self.moments(shard)
-        return {key: value for key, value in self.of(shard).items() if key not in moments}
+        return {
+            key: _apart(shard, value, rests=False) if self.by_shape[shard.group] else value
+            for key, value in self.of(shard).items()
+            if key not in moments
+        }
 
     def placed(self, shard: ParamShard, group: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return copies of the `numbers` of a parameter's state, each on the device where the
@@ -232,7 +329,7 @@ class TileStates:
                 out[key] = value.to(like.device, copy=True)
             else:
                 out[key] = copy.deepcopy(value)
-        return out
+        return settled(shard, out) if self.by_shape[shard.group] else out
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
@@ -281,9 +378,12 @@ class TileStates:
         for segment in {tile.segment for tile in tiles}:
             for storage in segment.moments.values():
                 out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
+        known: set[int] = set()  # tables that parameters share count once
         for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
-                out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
+            for one in plain_tensors(value):
+                if one.numel() > 1 and 0 not in one.stride() and one.data_ptr() not in known:
+                    known.add(one.data_ptr())
+                    out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + one.numel() * one.element_size()
         return out
 
 

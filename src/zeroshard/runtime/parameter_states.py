@@ -26,6 +26,7 @@ from zeroshard.core.placement import STATE, VALUE
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.sealed import Guarded, SealedGrad
 from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.engine import Engine, states_of
 from zeroshard.runtime.released import written_to
@@ -154,7 +155,7 @@ class ParameterStates:
 
     def state(self, key: str, *, local: bool = False) -> torch.Tensor | None:
         """Return state `key` ("exp_avg", ...) of the optimizer; None before the first step, and
-        for a key that it does not have.
+        for a key that it does not have, or has in another shape than the parameter's.
         """
         self._states.finish_step()
         return self._read(f"state {key!r}", f"{STATE}{key}", local)
@@ -197,13 +198,14 @@ class ParameterStates:
 
     def set_state(self, key: str, value: torch.Tensor, *, local: bool = False) -> None:
         """Set state `key` of the optimizer. Raises StateError before the first step, and for a key
-        that it does not have.
+        that it does not have, or has in another shape than the parameter's.
         """
         optimizer, part = self._engine.optimizer, self._parts(value, local)
         if optimizer is None:
             raise StateError("this engine has no optimizer, and so no optimizer state")
         self._compare(f"state {key!r}", value, local)
         self._states.finish_step()
+        tables = self._states.tables()
         keys = [optimizer.state.get(shard.tensor, {}).keys() for shard in self._shards()]
         with self._states.peers.together(_CALL, refusal=StateError):
             if any(key not in names for names in keys):
@@ -211,6 +213,11 @@ class ParameterStates:
                 raise StateError(
                     f"the optimizer has no state {key!r} of this parameter; it has"
                     f" {', '.join(map(repr, held)) or 'none before its first step'}"
+                )
+            if any(is_apart(table.numbers().get(self._name, {}).get(key)) for table in tables):
+                raise StateError(
+                    f"the optimizer's state {key!r} of this parameter has another shape: set it in"
+                    " engine.optimizer.state on the rank that owns the parameter"
                 )
 
         def replace(shard: ParamShard) -> None:

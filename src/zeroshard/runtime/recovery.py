@@ -32,6 +32,7 @@ from zeroshard.core.sliced_digest import place_of, placed_sum
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.tiles import plain_tensors
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.rest import Rest
@@ -175,7 +176,7 @@ def _stepped(
     if optimizer is not None:
         for shard in optimizer.pieces():
             state = optimizer.states.of(shard).values()
-            yield shard, [value for value in state if isinstance(value, torch.Tensor)]
+            yield shard, [tensor for value in state for tensor in plain_tensors(value)]
 
 
 def _weights_of(unit: Unit) -> str:

@@ -27,19 +27,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.values import decode, encode
 from zeroshard.comm.groups import HandOver
 from zeroshard.comm.levels import Transports
-from zeroshard.core.layout import Range
+from zeroshard.core.layout import Layout, Range
 from zeroshard.core.placement import VALUE, Cells
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
-from zeroshard.optim.copies import KEPT_STATES
+from zeroshard.optim.copies import KEPT_STATES, flatten
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
+from zeroshard.optim.tiles import is_apart, plain_tensors
 from zeroshard.runtime.build import Parts, PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.segment import Segment
@@ -105,8 +108,9 @@ class OffloadedStates:
         if self._sharded is not None:
             for shard in self._sharded.pieces():
                 for value in self._sharded.states.of(shard).values():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.stride() != (0,):
-                        self._put(f"{shard.name} state", value, partial(setattr, value, "data"))
+                    for one in plain_tensors(value):
+                        if one.dim() and one.numel() and 0 not in one.stride():
+                            self._put(f"{shard.name} state", one, partial(setattr, one, "data"))
                 shard.leave_memory()
         for segment in self._weights.segments:
             flat, master = segment.flat, segment.master
@@ -143,12 +147,14 @@ class OffloadedStates:
         self, name: str, tensor: torch.Tensor, replace: Callable[[torch.Tensor], object]
     ) -> None:
         """Take away a tensor that the user may see: a placeholder is put in its place."""
-        away, device = self._copy_out(name, tensor), tensor.device
+        stride = torch.empty_like(tensor, device="meta").stride()  # of what is dense its own
+        away, device = self._copy_out(name, flatten(tensor, stride)), tensor.device
+        shape = tensor.shape
 
         def bring_back() -> None:
             out = torch.empty(away.numel, dtype=away.dtype, device=device)
             move(away, State(out))
-            replace(out)
+            replace(out.as_strided(shape, stride))
 
         replace(placeholder(tensor.shape, tensor.dtype, device))
         self._returns.append(bring_back)
@@ -209,7 +215,7 @@ class Facts:
     wanted: dict[str, tuple[Range, Range]] = field(default_factory=dict)
     # by segment: its states, the dtype of each, and the parameters that have one of the optimizer's
     states: dict[str, dict[str, tuple[str, list[str]]]] = field(default_factory=dict)
-    # by parameter: the optimizer's states of one number
+    # by parameter: the optimizer's states that are no moments, `_number` of each
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -223,10 +229,15 @@ def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
             for name, (dtype, parameters) in states.found().items()
         }
         for parameter, numbers in states.numbers().items():
-            facts.numbers[parameter] = {
-                name: _number(value, f"optimizer state {name!r} of {parameter!r}")
-                for name, value in numbers.items()
-            }
+            found = facts.numbers[parameter] = dict[str, Any]()
+            for name, value in numbers.items():
+                what = f"optimizer state {name!r} of {parameter!r}"
+                if any(states.by_shape) and is_apart(value):
+                    encoded, tensors = _taken_apart(value, what)
+                    kinds = [[_name(t.dtype), list(t.shape), t.device.type] for t in tensors]
+                    found[name] = {"value": encoded, "tensors": kinds}
+                else:
+                    found[name] = _number(value, what)
     return facts
 
 
@@ -271,6 +282,8 @@ class Move:
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
+        # and other shapes: by name "value" as JSON, and dtype, shape, device of its "tensors"
+        self._apart: dict[str, dict[str, Any]] = {}
 
     def facts(self, planned: PlannedUnits | None) -> Facts:
         """Return what rests here, and what is to rest here as `planned`. Raises ConfigError for a
@@ -300,8 +313,12 @@ class Move:
                 if not self._numbers.get(name):
                     device = self._parts.context.device
                     self._numbers[name] = {
-                        key: _tensor(device, *number) for key, number in numbers.items()
+                        key: _tensor(device, *number)
+                        for key, number in numbers.items()
+                        if not isinstance(number, dict)
                     }
+                    apart = {key: one for key, one in numbers.items() if isinstance(one, dict)}
+                    self._apart |= {name: apart} if apart else {}
         if self._segments:
             parts = self._parts
             parts.backward.abandon()
@@ -345,10 +362,58 @@ class Move:
         self._hand_over.move(held, [span[kind != VALUE] for span in spans], mine, out)
         return out
 
+    def _bring_apart(self, key: str, layout: Layout) -> dict[str, dict[str, Any]]:
+        """Move the optimizer's states of other shapes of a segment, as bytes and a parameter at a
+        time, from the rank that owns it to those that will. Return, by parameter, what this rank
+        wants: numbers beside them. Collective.
+        """
+        found, here = dict[str, dict[str, Any]](), self._hand_over.rank
+        held = [facts.held.get(key, _NOTHING) for facts in self._all_facts]
+        wanted = [facts.wanted.get(key, (_NOTHING, _NOTHING))[1] for facts in self._all_facts]
+        for slot in layout.slots:
+            found[slot.name] = dict(self._numbers.get(slot.name, {}))
+            apart = self._apart.get(slot.name, {})
+            if not apart:
+                continue
+            gives, takes = (
+                [low <= slot.offset < high for low, high in spans] for spans in (held, wanted)
+            )
+            mine = list[torch.Tensor]()  # bytes
+            for shard in self._segments[key].shards if self._segments else ():
+                if shard.name == slot.name:
+                    assert self._sharded is not None, key
+                    numbers = self._sharded.states.numbers(shard)
+                    for name in apart if gives[here] else ():
+                        mine += map(_as_bytes, _taken_apart(numbers[name], name)[1])
+                    for name in apart:
+                        del self._sharded.states.of(shard)[name], numbers[name]
+            kinds = [kind for each in apart.values() for kind in each["tensors"]]
+            sizes = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, _ in kinds]
+            out = torch.empty(sum(sizes) if takes[here] else 0, dtype=torch.uint8)
+            given, taken = ([(0, sum(sizes) * one) for one in ranks] for ranks in (gives, takes))
+            self._hand_over.move(given, taken, torch.cat(mine) if mine else out[:0], out)
+            blocks = iter(torch.split(out, sizes) if takes[here] else ())
+            for name, each in apart.items() if takes[here] else ():
+                tensors = {
+                    str(index): self._placed(next(blocks), *kind)
+                    for index, kind in enumerate(each["tensors"])
+                }
+                found[slot.name][name] = decode(each["value"], tensors.__getitem__)
+        return found
+
+    def _placed(
+        self, block: torch.Tensor, dtype: str, shape: list[int], kept_on: str
+    ) -> torch.Tensor:
+        """Return the tensor that has the bytes in `block`."""
+        place = torch.device("cpu") if kept_on == "cpu" else self._parts.context.device
+        return block.clone().view(getattr(torch, dtype)).view(shape).to(place)
+
     def give_all(self) -> None:
         """Move everything without a part in the new layout. Collective."""
         for key, kinds in self._states.items():
-            for kind in (VALUE, *sorted(kinds.keys() - {VALUE})):
+            self._bring(key, VALUE, 0)
+            self._bring_apart(key, self._segments[key].segment.flat.layout)
+            for kind in sorted(kinds.keys() - {VALUE}):
                 self._bring(key, kind, 0)
 
     def values(self, plan: SegmentPlan) -> Sequence[torch.Tensor]:
@@ -365,7 +430,7 @@ class Move:
             tiles = cut_tiles(segment, cells, flat.context, whole=whole)
             self.cut.append(tiles)
         here = SegmentStates(segment, tiles, self._sharded, self._averages, len(self.cut) - 1)
-        here.set_numbers(self._numbers)
+        here.set_numbers(self._bring_apart(segment.key, flat.layout))
         kinds = self._states[segment.key]
         for kind in sorted(kinds.keys() - {VALUE}):
             numbers = self._bring(segment.key, kind, flat.layout.numel)[slice(*flat.stepped)]
@@ -380,6 +445,21 @@ def _tensor(where: torch.device, value: Any, dtype: str = "", kept_on: str = "cp
         return value
     place = where if kept_on != "cpu" else torch.device("cpu")
     return torch.tensor(value, dtype=getattr(torch, dtype), device=place)
+
+
+def _taken_apart(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
+    """Return a state as JSON, and the tensors in it, to which the JSON refers by their index."""
+    tensors = list[torch.Tensor]()
+
+    def store(path: str, tensor: torch.Tensor) -> str:
+        tensors.append(tensor.detach())
+        return str(len(tensors) - 1)
+
+    return encode(value, what, store), tensors
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _number(value: object, what: str) -> list[Any]:

@@ -98,6 +98,13 @@ class SegmentStates:
         self._averages = averages if segment.master is not None else {}
         self._number = number
 
+    @property
+    def by_shape(self) -> Sequence[bool]:
+        """Whether the optimizer steps whole parameters in their shapes, with states of any, by
+        param group.
+        """
+        return () if self._sharded is None else self._sharded.states.by_shape
+
     def rows(self, kinds: Container[str] | None = None) -> Iterator[Row]:
         """Yield the rows of these `kinds`, or of all: values, averages, the optimizer's states."""
         segment = self.segment
@@ -149,12 +156,12 @@ class SegmentStates:
                     )
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Return, by parameter, the optimizer's states of one number."""
+        """Return, by parameter, the optimizer's states that are no moments."""
         states = None if self._sharded is None else self._sharded.states
         return {} if states is None else {one.name: states.numbers(one) for one in self.shards}
 
     def set_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give every shard a copy of the optimizer's states of one number, by parameter."""
+        """Give every shard a copy of the optimizer's states that are no moments, by parameter."""
         sharded = self._sharded
         groups = enumerate(() if sharded is None else sharded.parameters)
         group_of = {id(one): index for index, group in groups for one in group}

@@ -40,12 +40,14 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 import xxhash
 
+from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import STATE, VALUE, Scope
 from zeroshard.core.resting import tiles
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
 from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.errors import ConfigError, StorageError
+from zeroshard.optim.tiles import is_apart, plain_tensors
 from zeroshard.runtime.access import StateAccess, curve_of, kernels_of
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
@@ -404,6 +406,8 @@ class TrailWriter:
 
 def _text(value: object) -> str:
     """Return a number of the optimizer's state as text, the same whatever holds it."""
+    if is_apart(value):
+        return digest_of(*plain_tensors(value))
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     return repr(float(value)) if isinstance(value, Real) else repr(value)

@@ -27,9 +27,9 @@ def option(value: Any, values: Values, name: str) -> Options:
     return {name: int(value) if value == int(value) else value}
 
 
-def leaves(value: Any, values: Values) -> Options:
-    """The micro-batches of a step, over all ranks."""
-    return {"leaves": value}
+def given(value: Any, values: Values, name: str) -> Options:
+    """Take the value as it is as our option `name`."""
+    return {name: value}
 
 
 def clipping(value: Any, values: Values) -> Options:

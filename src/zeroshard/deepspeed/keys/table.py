@@ -274,7 +274,10 @@ _TABLE: dict[str, Any] = {
     "zeroshard": {
         "leaves": becomes(None, levels,
             "no key of DeepSpeed's: the micro-batches of a step; their sum is the same on any"
-            " number of ranks", to.leaves)},
+            " number of ranks", to.given, "leaves"),
+        "ownership": becomes(None, one_of("whole"),
+            "no key of DeepSpeed's: each rank owns whole parameters, as Adafactor, LAMB, Muon and"
+            " 8-bit optimizers need", to.given, "ownership")},
     "gradient_clipping": becomes(1.0, number,
         "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
         to.clipping, tells_default=True),
