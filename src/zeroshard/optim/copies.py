@@ -577,7 +577,7 @@ def tried_rule(optimizer: torch.optim.Optimizer, index: int) -> Rule:
     """Return the rule that trial steps show of a class that is not known and passes `check_rule`,
     with the options of param group `index`.
     """
-    for fresh in (True, False):  # blocks and factors are those of a parameter of another size
+    for fresh in (True, False):  # a state may have blocks of another parameter
         values, device, steps = _trial(optimizer, index, fresh=fresh)
         with undisturbed(device):
             try:
