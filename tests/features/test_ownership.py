@@ -184,6 +184,44 @@ def test_the_products_of_matrices_are_what_ranks_are_compared_by() -> None:
     assert told["cost_imbalance"] == pytest.approx(2 * costs[1] / sum(costs))
 
 
+def _counted(rank: int, world: int, whole: bool) -> tuple[int, int, int]:
+    """Return what this rank owns of the elements, and the bytes that it received and rests."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=False) for a, b in ((128, 96), (96, 192), (192, 64))]
+    model = nn.Sequential(*layers)  # no part is padded
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: Any = {"ownership": "whole"} if whole else {}
+    engine = zs.shard(
+        model, optimizer, units=[nn.Linear], comm=zs.Comm(transport="gloo"), **options
+    )
+    for _ in range(2):
+        engine.reset_traffic()
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved, own = engine.traffic(), engine.explain_optimizer().groups[0].elements[rank]
+    received = sum(size for kind, size in moved.bytes.items() if kind != "exchange")
+    at_rest = engine.memory().total
+    engine.close()
+    return own, received, at_rest
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_owned_and_equal_parts_move_and_rest_the_same_in_sum(world: int) -> None:
+    """Ranks with a share s of W bytes receive (1 - s) W in each of two gathers and s (N - 1) W in
+    the sums of gradients, and rest s of everything (docs/optimizers.md).
+    """
+    numel, sums = 128 * 96 + 96 * 192 + 192 * 64, []
+    for whole in (True, False):
+        ranks = run_ranks(world, _counted, whole)
+        for own, received, at_rest in ranks:
+            assert received == 4 * (2 * (numel - own) + own * (world - 1))
+            assert at_rest == 12 * own  # weights that are masters, and two moments
+        sums.append([sum(column) for column in zip(*ranks, strict=True)])
+        assert (len({own for own, _, _ in ranks}) > 1) is whole
+    assert sums[0] == sums[1] == [numel, 12 * numel * (world - 1), 12 * numel]
+
+
 @on_ranks(1)
 def test_an_engine_without_an_optimizer_explains_none(rank: int) -> None:
     engine = zs.shard(nn.Linear(4, 4))
