@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from zeroshard.core.placement import Cell, Mesh, Scope
 from zeroshard.core.policy import ROWS
@@ -506,9 +507,9 @@ def owner() -> str:
     return picture.text()
 
 
-def film(row: str, micro_batches: int = 1) -> str:
+def film(row: str, micro_batches: int = 1, shares: Literal["whole"] | None = None) -> str:
     """Draw a step of four layers on four ranks as `zeroshard walk --svg` does."""
-    return svg(walk(ROWS[row], 4, micro_batches=micro_batches))
+    return svg(walk(ROWS[row], 4, micro_batches=micro_batches, shares=shares))
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
@@ -532,6 +533,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     # of two micro-batches, stage 1 keeps whole gradients between them, and stage 2 parts
     **{f"film-{name}": partial(film, name, 2) for name in ("zero1", "zero2")},
     **{f"film-{name}": partial(film, name) for name in ("zero3", "zero3-keep", "hpz")},
+    "film-owned": partial(film, "zero3", 1, "whole"),
 }
 
 

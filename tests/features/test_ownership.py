@@ -38,6 +38,7 @@ RULES: dict[str, Any] = {
     "lamb": functools.partial(Lamb, lr=0.01),
     "hybrid": _hybrid,
 }
+ANY_RULE: dict[str, Any] = {**RULES, "adamw": functools.partial(torch.optim.AdamW, lr=0.01)}
 
 
 def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,7 +48,7 @@ def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(*layers)
     last = model[3].weight  # it lies column by column
     model[3].weight = nn.Parameter(last.detach().t().contiguous().t())
-    return model, RULES[rule](model.parameters())
+    return model, ANY_RULE[rule](model.parameters())
 
 
 def _batch(step: int) -> torch.Tensor:
@@ -133,6 +134,100 @@ def test_they_go_on_from_a_checkpoint_in_any_row_on_any_number_of_ranks(
     for world, row, steps in plan:
         ranks = run_ranks(world, _train, rule, row, steps, tmp_path)
     assert all(map(torch.equal, ranks[0][0], expected))
+
+
+def _explained(rank: int, world: int, rule: str, row: str) -> tuple[Any, list[list[int]], str]:
+    """Return what the engine says of its optimizer before and after a step, and what is there."""
+    model, optimizer = _make(rule)
+    whole: Any = {} if rule == "adamw" else {"ownership": "whole"}
+    engine = zs.shard(model, optimizer, policy=row, units=[nn.Linear], **whole)
+    before = engine.explain_optimizer().to_dict()
+    engine.backward(model(_batch(0)).square().mean())
+    optimizer.step()
+    owned = [[p.numel() for p in group["params"] if p.numel()] for group in optimizer.param_groups]
+    after = engine.explain_optimizer()
+    assert after.to_dict() == before
+    engine.close()
+    with pytest.raises(zs.StateError, match="closed"):
+        engine.explain_optimizer()
+    return before, owned, str(after)
+
+
+KINDS = {"muon": "matrix", "lamb": "per tensor", "hybrid": "matrix", "adamw": "elementwise"}
+
+
+@pytest.mark.parametrize("rule", KINDS)
+def test_an_engine_explains_its_optimizer(rule: str) -> None:
+    for world, row in ((3, "zero1"), (2, "ddp")):
+        ranks = run_ranks(world, _explained, rule, row)
+        for rank, (told, owned, text) in enumerate(ranks):
+            assert told["rank"] == rank and told["groups"] == ranks[0][0]["groups"]
+            for group, sizes in zip(told["groups"], owned, strict=True):
+                assert group["kind"] == KINDS[rule]
+                assert group["known_by"] == ("table" if rule in ("muon", "adamw") else "probe")
+                assert group["parameters"][rank] == len(sizes)
+                assert group["elements"][rank] == sum(sizes)
+                assert group["largest"][rank] == max(sizes, default=0)
+                mean = sum(group["elements"]) / world
+                assert group["imbalance"] == pytest.approx(max(group["elements"]) / mean)
+                assert group["state_bytes"] == (8 if rule in ("lamb", "adamw") else 4)
+                assert group["step_bytes"] == 0
+                assert f"{sum(sizes):,}" in text and group["why"] in text
+    (group,) = ranks[0][0]["groups"][:1]  # ddp: every rank steps everything
+    assert group["imbalance"] == 1 and group["cost_imbalance"] in (None, 1)
+
+
+def test_the_products_of_matrices_are_what_ranks_are_compared_by() -> None:
+    told = run_ranks(2, _explained, "muon", "zero3")[0][0]["groups"][0]
+    costs = [40 * 40 * 72, 72**3, 24 * 24 * 72]  # of the layers, the middle one on a rank alone
+    assert told["elements"] == (40 * 72 + 72 * 24, 72 * 72)
+    assert told["cost_imbalance"] == pytest.approx(2 * costs[1] / sum(costs))
+
+
+def _counted(rank: int, world: int, whole: bool) -> tuple[int, int, int]:
+    """Return what this rank owns of the elements, and the bytes that it received and rests."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=False) for a, b in ((128, 96), (96, 192), (192, 64))]
+    model = nn.Sequential(*layers)  # no part is padded
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: Any = {"ownership": "whole"} if whole else {}
+    engine = zs.shard(
+        model, optimizer, units=[nn.Linear], comm=zs.Comm(transport="gloo"), **options
+    )
+    for _ in range(2):
+        engine.reset_traffic()
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved, own = engine.traffic(), engine.explain_optimizer().groups[0].elements[rank]
+    received = sum(size for kind, size in moved.bytes.items() if kind != "exchange")
+    at_rest = engine.memory().total
+    engine.close()
+    return own, received, at_rest
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_owned_and_equal_parts_move_and_rest_the_same_in_sum(world: int) -> None:
+    """Ranks with a share s of W bytes receive (1 - s) W in each of two gathers and s (N - 1) W in
+    the sums of gradients, and rest s of everything (docs/optimizers.md).
+    """
+    numel, sums = 128 * 96 + 96 * 192 + 192 * 64, []
+    for whole in (True, False):
+        ranks = run_ranks(world, _counted, whole)
+        for own, received, at_rest in ranks:
+            assert received == 4 * (2 * (numel - own) + own * (world - 1))
+            assert at_rest == 12 * own  # weights that are masters, and two moments
+        sums.append([sum(column) for column in zip(*ranks, strict=True)])
+        assert (len({own for own, _, _ in ranks}) > 1) is whole
+    assert sums[0] == sums[1] == [numel, 12 * numel * (world - 1), 12 * numel]
+
+
+@on_ranks(1)
+def test_an_engine_without_an_optimizer_explains_none(rank: int) -> None:
+    engine = zs.shard(nn.Linear(4, 4))
+    with pytest.raises(zs.StateError, match=r"explain_optimizer.*no optimizer"):
+        engine.explain_optimizer()
+    engine.close()
 
 
 @on_ranks(2)

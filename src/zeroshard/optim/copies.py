@@ -23,6 +23,7 @@ import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 
@@ -260,32 +261,91 @@ class HiddenMethod:
 # others. A probe proves nothing: eight steps do not show a rule that looks at norms from its
 # hundredth step on.
 
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
-_REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: (
-        "it keeps second moments per row and column and scales by norms of whole parameters"
+@dataclass(frozen=True)
+class StepKind:
+    """A kind of step, and the shares of a parameter with which it has the bits of one process."""
+
+    name: str
+    needs: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The kind of step of a class, and why."""
+
+    kind: StepKind
+    why: str
+
+
+_CUTS_NEEDED = "cuts on multiples of 64 elements"
+ELEMENTWISE = StepKind("elementwise", _CUTS_NEEDED)
+WITH_MODES = StepKind("elementwise with modes", _CUTS_NEEDED)
+BLOCKWISE = StepKind("blockwise", "ownership='whole'")
+PER_TENSOR = StepKind("per tensor", "ownership='whole'")
+MATRIX = StepKind("matrix", "ownership='whole'")
+REFUSED = StepKind("refused", "another optimizer")
+
+_ALONE = "an element depends on itself alone; the last ones of a kernel's vectors round otherwise"
+# Classes by package and name, or packages. A subclass is of the same kind, except of an elementwise
+# class: it is probed.
+_KNOWN = (
+    (
+        ELEMENTWISE,
+        _ALONE,
+        "torch.ASGD torch.Adadelta torch.Adagrad torch.Adam torch.AdamW torch.Adamax torch.NAdam"
+        " torch.RAdam torch.RMSprop torch.Rprop torch.SGD",
     ),
-    torch.optim.LBFGS: "its history and line search take dot products over all parameters",
-    torch.optim.Muon: "it orthogonalises whole matrices",
-    torch.optim.SparseAdam: (
-        "it reads sparse gradients, and gradients here rest in dense flat buffers"
+    (
+        BLOCKWISE,
+        "it quantises its states in blocks of a whole parameter",
+        "torchao.Adam8bit torchao.Adam4bit torchao.AdamFp8 torchao.AdamW8bit torchao.AdamW4bit"
+        " torchao.AdamWFp8",
     ),
-}
+    (
+        PER_TENSOR,
+        "it keeps second moments per row and column and scales by norms of whole parameters",
+        "torch.Adafactor transformers.Adafactor",
+    ),
+    (MATRIX, "it orthogonalises whole matrices", "torch.Muon"),
+    (
+        REFUSED,
+        "its history and line search take dot products over all parameters",
+        "torch.LBFGS",
+    ),
+    (
+        REFUSED,
+        "it reads sparse gradients, and gradients here rest in dense flat buffers",
+        "torch.SparseAdam",
+    ),
+    (
+        REFUSED,
+        "it steps inside the backward, with the gradients of one rank",
+        "lomo_optim transformers.LayerWiseDummyOptimizer",
+    ),
+    (
+        REFUSED,
+        "it moves parameters and gradients into tensors of its own",
+        "torch_npu",
+    ),
+    (
+        REFUSED,
+        "it projects gradients to a low rank by an object in its state, which no checkpoint holds",
+        "galore_torch apollo_torch",
+    ),
+    (
+        REFUSED,
+        "it nests its states by views of a parameter, which no checkpoint holds",
+        "heavyball",
+    ),
+    (
+        REFUSED,
+        "its states are in its param groups, where no checkpoint finds them, and it decays by a"
+        " parameter's place there",
+        "grokadamw.GrokAdamW",
+    ),
+)
+RULES = {name: Rule(kind, why) for kind, why, names in _KNOWN for name in names.split()}
 
 _REMEDY = "use an elementwise optimizer, for example torch.optim.AdamW"
 WHOLE = (
@@ -297,13 +357,13 @@ KEPT_STATES = (
     "let the optimizer keep tensors of the parameter's shape, tensors without dimensions such as"
     f" torch.tensor(0.0), and numbers, take torch.optim.AdamW, or {WHOLE}"
 )
-_BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 
 # The probe's parameter, as one matrix, one convolution kernel and one vector, and cut as a layout
 # cuts it: on multiples of 64, unevenly (so that the blocks of a blockwise rule do not happen to
 # match), with a tail that is no multiple of anything.
 _SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
 _CUTS = ((0, 192), (192, 19264), (19264, 32805))
+_COARSE_CUTS = ((0, 4096), (4096, 20480), (20480, 32805))  # whole blocks of any blockwise rule
 # values and gradients of each piece: norms of pieces must differ from the norm of the whole
 _SCALES = (1.0, 0.01, 30.0)
 _NUM_STEPS = 8  # RAdam begins at its sixth
@@ -321,13 +381,12 @@ def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None
     included, is probed with the options of each param group: eight steps on one parameter whole,
     and on its pieces by optimizers that do not see each other, as on three ranks.
     """
-    name = type(optimizer).__qualname__
-    for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused) and not (whole and refused in _BY_PARAMETER):
-            instead = f"{WHOLE}, or {_REMEDY}" if refused in _BY_PARAMETER else _REMEDY
-            raise ConfigError(f"optimizer {name} cannot be sharded: {reason}; {instead}")
-    if is_elementwise(optimizer):
+    name, rule = type(optimizer).__qualname__, known_rule(optimizer)
+    if rule is not None and rule.kind is ELEMENTWISE:
         return
+    if rule is not None and (rule.kind is REFUSED or not whole):
+        instead = _REMEDY if rule.kind is REFUSED else f"{WHOLE}, or {_REMEDY}"
+        raise ConfigError(f"optimizer {name} cannot be sharded: {rule.why}; {instead}")
     _check_step(optimizer, name)
     probed: list[str] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -340,9 +399,27 @@ def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None
             probe(optimizer, index, f"optimizer {name} (param group {index})")
 
 
+def known_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """Return the rule of a known class, None of others."""
+    for cls in type(optimizer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        rule = RULES.get(f"{package}.{cls.__qualname__}") or RULES.get(package)
+        if rule is not None and (cls is type(optimizer) or rule.kind is not ELEMENTWISE):
+            return rule
+    return None
+
+
+def elementwise_rule(optimizer: torch.optim.Optimizer) -> Rule:
+    """Return the rule of a class that a probe has found elementwise."""
+    if modes_of(optimizer):
+        return Rule(WITH_MODES, f"{_ALONE}; the weights follow train() and eval()")
+    return Rule(ELEMENTWISE, _ALONE)
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is known to step each element by itself."""
-    return type(optimizer) in ELEMENTWISE
+    rule = known_rule(optimizer)
+    return rule is not None and rule.kind is ELEMENTWISE
 
 
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -427,9 +504,14 @@ def flatten(tensor: torch.Tensor, stride: Sequence[int] | None) -> torch.Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -stride[dim])).reshape(-1)
 
 
-def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
-    """Raise ConfigError unless whole and pieces end with the same bits under the options of
-    param group `index`.
+_Steps = Callable[[tuple[int, ...], int, int], torch.Tensor]
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, index: int, *, fresh: bool = False
+) -> tuple[torch.Tensor, torch.device, _Steps]:
+    """Return values, their device, and what steps elements [start, stop) of them as a parameter of
+    some shape under the options of param group `index`; `fresh`: from no state.
     """
     group = optimizer.param_groups[index]
     options = _options(group, off_device=False)
@@ -441,9 +523,12 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
         """Return elements [start, stop) after the steps of a parameter of `shape`. State that the
         constructor has made is filled with its first value.
         """
+        if (lr := options.get("lr")) is not None and float(lr) < _MIN_LR:
+            is_tensor = isinstance(lr, torch.Tensor)
+            options["lr"] = torch.full_like(lr, _MIN_LR) if is_tensor else _MIN_LR
         parameter = nn.Parameter(values[start:stop].reshape(shape).clone())
         own: dict[str, Any] = {}
-        for key, value in optimizer.state.get(model, {}).items():
+        for key, value in ({} if fresh else optimizer.state.get(model, {})).items():
             is_moment = isinstance(value, torch.Tensor) and value.shape == model.shape
             if is_moment and value.numel() > 0 and value.dim() > 0:
                 first = value.detach().reshape(-1)[0].item()
@@ -453,11 +538,16 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
         _step_copy(optimizer, options, {parameter: grads[:, start:stop]}, own)
         return parameter.detach().reshape(-1)
 
+    return values, device, steps
+
+
+def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
+    """Raise ConfigError unless whole and pieces end with the same bits under the options of
+    param group `index`.
+    """
+    values, device, steps = _trial(optimizer, index)
     with undisturbed(device):
         try:
-            if (lr := options.get("lr")) is not None and float(lr) < _MIN_LR:
-                is_tensor = isinstance(lr, torch.Tensor)
-                options["lr"] = torch.full_like(lr, _MIN_LR) if is_tensor else _MIN_LR
             pieces = [steps((stop - start,), start, stop) for start, stop in _CUTS]
             wholes = {shape: steps(shape, 0, len(values)) for shape in _SHAPES}
         except Exception as error:
@@ -484,6 +574,33 @@ def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
                 f" elements of a parameter of shape {shape} came out differently when it was"
                 f" stepped in pieces, as ZeRO does; {_REMEDY}, or {WHOLE}"
             )
+
+
+def tried_rule(optimizer: torch.optim.Optimizer, index: int) -> Rule:
+    """Return the rule that trial steps show of a class that is not known and passes `check_rule`,
+    with the options of param group `index`.
+    """
+    for fresh in (True, False):  # a state may have blocks of another parameter
+        values, device, steps = _trial(optimizer, index, fresh=fresh)
+        with undisturbed(device):
+            try:
+                *shaped, flat = (steps(shape, 0, len(values)) for shape in _SHAPES)
+                fine, coarse = (
+                    torch.cat([steps((stop - start,), start, stop) for start, stop in cuts])
+                    for cuts in (_CUTS, _COARSE_CUTS)
+                )
+                break
+            except Exception as error:
+                raised = f"{type(error).__name__}: {error}"
+    else:
+        return Rule(MATRIX, f"a trial step of a vector raised {raised}")
+    if torch.equal(fine, flat) and all(torch.equal(one, flat) for one in shaped):
+        return elementwise_rule(optimizer)
+    if not all(torch.allclose(one, flat, rtol=1e-3) for one in shaped):
+        return Rule(MATRIX, "a matrix is stepped otherwise than the vector of its numbers")
+    if torch.equal(coarse, flat):
+        return Rule(BLOCKWISE, "pieces of whole blocks have the same bits")
+    return Rule(PER_TENSOR, "pieces of a parameter come out otherwise")
 
 
 def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:

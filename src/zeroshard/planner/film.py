@@ -147,11 +147,13 @@ class _Film:
         self._css: list[str] = []
         mesh = self.walk.laid_out.mesh
         self.ranks, self.units = mesh.size, len(self.walk.planned)
+        self.owned = " with layers owned whole" if self.walk.owners else ""
         few = self.ranks <= 4
         self.strip, self.pitch = (16, 84) if few else (10, 68)
         self.picture = Picture(
             _WIDE, _TOP + self.pitch * self.ranks + 70,
-            f"A step of {self.walk.policy.name}: {self.units} layers on {self.ranks} ranks",
+            f"A step of {self.walk.policy.name}{self.owned}: {self.units} layers on"
+            f" {self.ranks} ranks",
         )  # fmt: skip
         self.across = _CELLS / self.units
         self.wide = self.across - 10  # of a cell
@@ -206,11 +208,13 @@ class _Film:
         self, unit: int, strip: int, scope: Scope, fill: str, line: str = "none"
     ) -> list[str]:
         """Return, for every rank, the range of a layer that it has in `scope`."""
-        layout = self.walk.group.one.layout
+        layout = self.walk.planned[unit].groups[0].one.layout
         height = self.strip if strip < 3 else self.strip // 2
         out = []
         for rank in range(self.ranks):
             start, stop = (self.wide * end / layout.numel for end in layout.span(rank, scope))
+            if start == stop:
+                continue
             out.append(
                 f'<rect x="{self.x(unit) + start:.4g}" y="{self.y(rank, strip):g}"'
                 f' width="{stop - start:.4g}" height="{height}"{self.picture.paint(fill, line)}/>'
@@ -219,10 +223,12 @@ class _Film:
 
     def lines(self, unit: int, strip: int, over: str, colour: str, *, back: bool) -> list[str]:
         """Return the ways from each rank to those that it sends to, or `back` to it."""
-        layout, mesh = self.walk.group.one.layout, self.walk.laid_out.mesh
+        layout, mesh = self.walk.planned[unit].groups[0].one.layout, self.walk.laid_out.mesh
         d, dots = "", ""
         for rank in range(self.ranks):
             start, stop = layout.ranges[rank]
+            if start == stop:
+                continue
             x = self.x(unit) + self.wide * (start + stop) / 2 / layout.numel
             here = self.y(rank, strip) + self.strip / 2
             others = {"the ranks of its node": mesh.node(rank)}.get(over, range(self.ranks))
@@ -299,6 +305,7 @@ class _Film:
         row = self.walk.policy.name
         stages = {name: f"ZeRO stage {number}: " for number, name in STAGES.items()}
         title = f"{stages.get(row, '')}one step of {row}"
+        title = f"One step of {row}{self.owned}" if self.owned else title
         title = title[:1].upper() + title[1:]
         picture.words(14, 32, title, size=20, bold=True)
         many = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks{nodes}"
@@ -400,14 +407,25 @@ class _Film:
         picture.words(x, _TOP - 22, "memory in use,", size=13, colour="soft")
         text = f"of {size_text(self.scale)} at stage 0"
         picture.words(x, _TOP - 7, text, size=13, colour="soft")
-        begins = [0.0] * len(self.frames)
         for rank in range(self.ranks):
             picture.box(x - 1, self.y(rank) - 1, wide + 2, self.strip + 6, "on")
+        # ranks that hold the same at all times, together
+        alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for rank, frames in enumerate(self.walk.by_rank):
+            held = tuple(tuple(frame.held[state] for state in STATES) for frame in frames)
+            alike.setdefault(held, []).append(rank)
+        for ranks in alike.values():
+            self._bars_of(ranks, x, wide)
+
+    def _bars_of(self, ranks: Sequence[int], x: float, wide: int) -> None:
+        """Draw the bars of `ranks` that hold the same."""
+        picture, frames = self.picture, self.walk.by_rank[ranks[0]]
+        begins = [0.0] * len(frames)
         for state, colour in zip(STATES, ("own", "grad", "optim", "act"), strict=True):
-            sizes = [frame.held[state] / self.scale for frame in self.frames]
+            sizes = [frame.held[state] / self.scale for frame in frames]
             bars = "".join(
                 f'<rect y="{self.y(rank):g}" width="{wide}" height="{self.strip + 4}"/>'
-                for rank in range(self.ranks)
+                for rank in ranks
             )
             places = list(zip(begins, sizes, strict=True))
             moves = (f"translateX({at * wide:.1f}px) scaleX({size:.4f})" for at, size in places)
@@ -418,17 +436,16 @@ class _Film:
             picture.shapes.append(f'<g transform="translate({x} 0)"><g{how}>{bars}</g></g>')
             begins = [at + size for at, size in places]
         texts = ""
-        for number, frame in enumerate(self.frames):
+        for number, frame in enumerate(frames):
             y = _LINE * number + 18
             texts += f'<text y="{y}" font-weight="600">{size_text(frame.total)}</text>'
             for line, (tier, size) in enumerate(frame.away.items(), 1):
                 texts += f'<text y="{y + 15 * line}" font-size="13">'
                 texts += f"+ {size_text(size)} on {tier}</text>"
-        shapes = picture.shapes
-        shapes.append(f'<defs><g id="{self.name}-held">{texts}</g></defs>')
-        used = f'<use href="#{self.name}-held"/>'
-        below = self.strip + 6
-        shapes += [self._strip(used, x, self.y(rank) + below) for rank in range(self.ranks)]
+        shapes, name = picture.shapes, f"{self.name}-held" + (f"-{ranks[0]}" if ranks[0] else "")
+        shapes.append(f'<defs><g id="{name}">{texts}</g></defs>')
+        used, below = f'<use href="#{name}"/>', self.strip + 6
+        shapes += [self._strip(used, x, self.y(rank) + below) for rank in ranks]
 
     def _legend(self, striped: str) -> None:
         picture, y = self.picture, self.picture.height - 54
@@ -451,9 +468,9 @@ def _film(one: Walk) -> _Film:
     plain = walk(
         ROWS["ddp"], mesh.size, units=len(one.planned), micro_batches=training.micro_batches
     )
-    scale = max(frame.total for frame in (*plain.frames, *one.frames))
+    scale = max(frame.total for frames in (plain.frames, *one.by_rank) for frame in frames)
     most = max(range(len(one.frames)), key=lambda at: one.frames[at].total)
-    return _Film(one, scale, one.policy.name.replace("-", ""), most)
+    return _Film(one, scale, one.policy.name.replace("-", "") + "owned" * bool(one.owners), most)
 
 
 def svg(one: Walk) -> str:

@@ -3,8 +3,8 @@
 The third reading of a replay (replay.py), beside bytes and jobs: `Walk` plays one optimizer step of
 equal layers as `peak.Playback` does and writes a `Frame` for each command that the schedule
 returns, and for what the executor does by itself (FORWARD, BACKWARD, REDUCE, ADD, AVERAGE, STEP,
-PUBLISH, ZERO_GRAD). Commands that are equal and follow each other are one frame. film.py draws
-them.
+PUBLISH, ZERO_GRAD). Commands that are equal and follow each other are one frame. Ranks that own
+layers whole hold other bytes each: then there is a walk per rank. film.py draws them.
 
 Invariant (tests/unit/planner/test_walk.py): the last frame of an event holds what the replay counts
 after it; before zero_grad() the states at rest are those of ``exact.rest_bytes``. Not counted: the
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import Policy
 from zeroshard.core.residency import UnitState
 from zeroshard.core.route import Axis, Kind, Route
 from zeroshard.core.schedule import RELEASES, Command, Op
+from zeroshard.core.shares import WholeParameters
 from zeroshard.errors import ConfigError
 from zeroshard.planner.exact import LaidOut, rest_bytes, sum_by_tier
 from zeroshard.planner.machine import Machine
@@ -103,17 +105,34 @@ class _WalkedReduces(Reduced):
 
 
 class Walk(Playback):
-    """The frames of one step in one row; ``frames`` has those of a run that goes on."""
+    """The frames of one step in one row; ``frames`` has those of a run that goes on, on a `rank`
+    that owns layers whole where ranks have such `shares`. Elsewhere ranks are alike.
+    """
 
     def __init__(
-        self, policy: Policy, machine: Machine, training: Training, num_units: int
+        self,
+        policy: Policy,
+        machine: Machine,
+        training: Training,
+        num_units: int,
+        *,
+        shares: Literal[whole] | None = None,
+        rank: int = 0,
     ) -> None:
-        model = layers_of(num_units)
-        self.laid_out, self.policy, self.training = LaidOut(model, machine.mesh), policy, training
+        order = list(range(machine.gpus))  # in which the rank comes first
+        order[0], order[rank] = order[rank], order[0]
+        self.laid_out = LaidOut(
+            layers_of(num_units),
+            machine.mesh,
+            shares=WholeParameters() if shares else None,
+            order=tuple(order),
+        )
+        self.policy, self.training = policy, training
         exchange = TransportTraits.of(machine)
         super().__init__(self.laid_out, policy, training, exchange)
         self.reduced: _WalkedReduces = _WalkedReduces(self, exchange)
         self.frames: list[Frame] = []
+        self.by_rank = [self.frames] * machine.gpus
         self._rest = rest_bytes(self.laid_out, policy, training)
         published = [one.index for one in self.schedule.units if one.traits.is_published]
         self._gathered = dict.fromkeys(published, 1)  # the step before has brought them together
@@ -128,6 +147,14 @@ class Walk(Playback):
     def group(self) -> PlannedGroup:
         """The only group of the first unit; those of the others are equal."""
         return self.planned[0].groups[0]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank that owns each layer; none where ranks own parts."""
+        if self.laid_out.shares is None:
+            return []
+        layouts = [unit.groups[0].one.layout for unit in self.planned]
+        return [layout.shares.index(layout.numel) for layout in layouts]
 
     @property
     def reduced_scope(self) -> Scope:
@@ -307,6 +334,8 @@ class Walk(Playback):
             reads = "" if read is None else f"Read {what} from the {read.source.tier.value}. "
             if not _over(route):
                 return reads or f"All of {layers} is here: nothing has to travel."
+            if self.owners:
+                return f"Broadcast: rank {self.owners[units[0]]} sends {layers}, which it owns."
             whom, part = _over(route), f"part of {layers}"
             if self.schedule.units[units[0]].traits.is_published:
                 part = "new weights"
@@ -318,6 +347,9 @@ class Walk(Playback):
         if command == "REDUCE":
             inside = _over(route) == "the ranks of its node"
             nodes = "the ranks of each node" if inside else "the ranks"
+            if self.owners:
+                owner = self.owners[units[0]]
+                return f"Reduce: all ranks send their gradients of {layers} to rank {owner}."
             kept = "its part of the sum"
             if cells.grad.tier is not Tier.DEVICE and not cells.grad.is_partial:
                 kept += f", on the {cells.grad.tier.value}"
@@ -325,19 +357,23 @@ class Walk(Playback):
         if command == "STEP":
             owns = cells.optim.is_sharded and world > 1
             part, tier = "the part that it owns" if owns else "all weights", cells.optim.tier
+            part = "the layers that it owns" if owns and self.owners else part
             beside = "" if tier is Tier.DEVICE else f", with states from the {tier.value}"
             return f"optimizer.step(): each rank updates {part}{beside}."
+        spread = "Broadcasts" if self.owners else "All-gather"
         released = f"Release {layers}: each rank gives back what is not its own part."
         if world == 1:
             released = f"{layers.capitalize()}: done."
+        elif self.owners:
+            released = f"Release {layers}: all ranks but the owner give {its} weights back."
         elif units and self._columns.get(units[0]):
             released = f"Release {layers}: a node keeps {its} weights together, for the backward."
         return {
             "FORWARD": f"Forward of {layers}: each rank computes its own batch.",
             "BACKWARD": f"Backward of {layers}: each rank has gradients of its own batch alone.",
             "ADD": f"Gradients of {layers} are added up where they are. Nothing travels.",
-            "AVERAGE": f"All-gather: every rank sends the sums that it has to {_over(route)}.",
-            "PUBLISH": f"All-gather: every rank sends its new weights to {_over(route)}.",
+            "AVERAGE": f"{spread}: every rank sends the sums that it has to {_over(route)}.",
+            "PUBLISH": f"{spread}: every rank sends its new weights to {_over(route)}.",
             "ZERO_GRAD": "zero_grad(): the gradients are gone. The next step can begin.",
             "WAIT_REDUCE": f"The sums of {layers} are there: {its} buckets of gradients are free.",
             "IDLE": f"The weights of {layers} stay gathered: the backward needs them again.",
@@ -362,12 +398,19 @@ def _over(route: Route) -> str:
 
 
 def walk(
-    row: Policy, ranks: int, *, units: int = 4, micro_batches: int = 1, node_size: int | None = None
+    row: Policy,
+    ranks: int,
+    *,
+    units: int = 4,
+    micro_batches: int = 1,
+    node_size: int | None = None,
+    shares: Literal[whole] | None = None,
 ) -> Walk:
     """Return the frames of a step of `units` layers on `ranks` GPUs, `node_size` to a node
-    (default: all, and two nodes for a row that keeps states by node).
+    (default: all, and two nodes for a row that keeps states by node); with `shares` "whole" each
+    layer belongs to one rank.
 
-    Raises ConfigError for sizes that no picture has room for.
+    Raises ConfigError for sizes that no picture has room for, and for what is not drawn.
     """
     for name, number in (("ranks", ranks), ("units", units)):
         if not 1 <= number <= MOST:
@@ -375,4 +418,16 @@ def walk(
     if node_size is None:
         node_size = ranks // 2 if row.keeps_columns and ranks % 2 == 0 else ranks
     machine = Machine.of(gpus=ranks, node_size=node_size)
-    return Walk(row, machine, Training(micro_batches=micro_batches), units)
+    cells = row.default
+    tiers = {one.tier for one in (cells.weight, cells.grad, cells.optim)}
+    if shares and (not cells.optim.is_sharded or machine.mesh.num_nodes > 1 or len(tiers) > 1):
+        raise ConfigError(
+            f"shares={shares!r} is drawn in zero1, zero2, zero3 and zero3-keep, on one node and"
+            " without offload"
+        )
+    training = Training(micro_batches=micro_batches)
+    one = Walk(row, machine, training, units, shares=shares)
+    if shares:
+        for at in range(1, ranks):
+            one.by_rank[at] = Walk(row, machine, training, units, shares=shares, rank=at).frames
+    return one

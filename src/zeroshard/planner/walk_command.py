@@ -37,6 +37,7 @@ def _walk(arguments: argparse.Namespace) -> int:
             units=arguments.units,
             micro_batches=arguments.micro_batches,
             node_size=arguments.node_size,
+            shares=arguments.shares,
         )
     for path, draw in ((arguments.svg, film.svg), (arguments.html, film.html)):
         if path is not None:
@@ -49,6 +50,9 @@ def _walk(arguments: argparse.Namespace) -> int:
         mesh = one.laid_out.mesh
         frames = [asdict(frame) for frame in one.frames]
         head = {"row": one.policy.name, "ranks": mesh.size, "node_size": mesh.node_size}
+        if one.owners:  # frames of rank 0
+            held = [[dict(frame.held) for frame in frames_of] for frames_of in one.by_rank]
+            head |= {"owners": one.owners, "held_by_rank": held}
         print_json({**head, "units": len(one.planned), "frames": frames})
     else:
         _print(one)
@@ -118,6 +122,8 @@ COMMAND = Subcommand(
                count(1)),
         Option("--units N", "1 to 8 layers, each of a model of 7B (default 4)", count(1), 4),
         Option("--micro-batches N", "of one step (default 1)", count(1), 1),
+        Option("--shares whole", "each layer belongs to one rank, as papers draw it",
+               choices=("whole",)),
         Option("--offload S=T", "tiers of weight, grad, optimizer: grad=host,optimizer=disk"),
         Option("--svg FILE", "draw a film that needs no script", Path),
         Option("--html FILE", "draw it with a slider, in one file", Path),

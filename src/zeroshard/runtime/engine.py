@@ -43,7 +43,12 @@ from zeroshard.runtime.context import Context
 from zeroshard.runtime.join import Average, Join, LeafLoop, refuse_leaves, weighed
 from zeroshard.runtime.pipeline import Following, FollowOptions, check_budget, check_mesh, units_of
 from zeroshard.runtime.relayout import OffloadedStates
-from zeroshard.runtime.reports import MemoryReport, TrafficReport, describe_bytes
+from zeroshard.runtime.reports import (
+    MemoryReport,
+    OptimizerReport,
+    TrafficReport,
+    describe_bytes,
+)
 from zeroshard.runtime.segment_states import RestingPiece
 from zeroshard.runtime.shelf import RestPlace
 from zeroshard.runtime.step_tiles import StepTiles
@@ -514,6 +519,17 @@ class Engine(Assembly):
     def traffic(self) -> TrafficReport:
         """Return the payload bytes and calls per collective since `reset_traffic`."""
         return TrafficReport.of(self._context.transport.traffic)
+
+    def explain_optimizer(self) -> OptimizerReport:
+        """Return, for each param group, the kind of step that its optimizer takes (elementwise,
+        blockwise, per tensor, matrix), how that is known, what it needs of the layout and why, and
+        what every rank owns of it. Print the result, or take ``to_dict()`` of it.
+
+        Not collective; before a first step it tries one on numbers of its own. Raises StateError
+        without an optimizer, and of a closed engine.
+        """
+        self._states.check_open()
+        return self._states.accounts.optimizer()
 
     def reset_traffic(self) -> None:
         """Count payload from zero."""

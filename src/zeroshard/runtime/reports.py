@@ -1,12 +1,24 @@
-"""The results of ``Engine.memory()`` and ``Engine.traffic()``."""
+"""The results of ``Engine.memory()``, ``Engine.traffic()`` and ``Engine.explain_optimizer()``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
 
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Tier
+from zeroshard.errors import StateError
+from zeroshard.optim.copies import (
+    MATRIX,
+    elementwise_rule,
+    known_rule,
+    state_after_trial,
+    tried_rule,
+)
+from zeroshard.optim.several import groups_of, owner_of_group
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.unit import Unit
@@ -95,12 +107,71 @@ class TrafficReport:
         return sum(self.bytes.values())
 
 
+@dataclass(frozen=True)
+class SteppedGroup:
+    """One param group, as its optimizer steps it, and what every rank owns of it."""
+
+    optimizer: str  # its class, with the module
+    group: int
+    kind: str
+    known_by: str  # "table" of classes, or "probe": trial steps
+    why: str
+    needs: str
+    # by rank (of units with a mesh of their own: by rank there)
+    parameters: tuple[int, ...]  # how many are stepped there, whole or in part
+    elements: tuple[int, ...]
+    largest: tuple[int, ...]  # the most elements of one of them
+    # of the optimizer's state, each element: what rests, before the first step of a trial
+    state_bytes: float | None  # None: a trial step has failed
+    step_bytes: int  # what travels inside step()
+    imbalance: float  # elements of the rank with most, of the mean
+    # of a rule of matrices the same for min * min * max of their sides, as Newton-Schulz costs
+    cost_imbalance: float | None
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """The rule of each param group, and how it is shared out."""
+
+    rank: int
+    groups: tuple[SteppedGroup, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return a table: a param group per line, with the numbers of this rank; then why."""
+        rows: list[tuple[str, ...]] = [
+            (
+                "param group", "kind", "known by", "parameters", "elements", "the largest",
+                "state bytes each", "bytes in step()", "most / mean", "by Newton-Schulz",
+            )
+        ]  # fmt: skip
+        names, notes = [], []
+        for one in self.groups:
+            names.append(f"{one.optimizer} {one.group}")
+            counts = (one.parameters, one.elements, one.largest)
+            mine = (count[self.rank] if self.rank < len(count) else 0 for count in counts)
+            state = "unknown" if one.state_bytes is None else f"{one.state_bytes:.3g}"
+            cost = "" if one.cost_imbalance is None else f"{one.cost_imbalance:.2f}"
+            rows.append(
+                (
+                    names[-1], one.kind, one.known_by, *(f"{number:,}" for number in mine), state,
+                    str(one.step_bytes), f"{one.imbalance:.2f}", cost,
+                )
+            )  # fmt: skip
+            notes.append(f"{names[-1]} needs {one.needs}: {one.why}")
+        return "\n".join([*_columns(rows), *dict.fromkeys(notes)])
+
+
 class Accounts:
     """The memory of one engine on this rank, counted."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self.device_type = context.device.type  # of the model
         self._units = units
+        self._context = context
         self._meter = context.meter
         self._stores = context.tiering.stores
         self._optimizer: ShardedOptimizer | None = None
@@ -127,6 +198,72 @@ class Accounts:
             out[unit.name] = _resting([unit], optimizer)
         return out
 
+    def optimizer(self) -> OptimizerReport:
+        """Return how the optimizer steps what each rank owns. Raises StateError without one."""
+        if self._optimizer is None:
+            raise StateError("engine.explain_optimizer(): zs.shard() was given no optimizer")
+        self._optimizer.join()  # a step in a thread changes states
+        groups = range(len(self._optimizer.parameters))
+        return OptimizerReport(
+            self._context.transport.rank,
+            tuple(self._stepped_group(self._optimizer, index) for index in groups),
+        )
+
+    def _stepped_group(self, sharded: ShardedOptimizer, index: int) -> SteppedGroup:
+        optimizer = owner_of_group(sharded.optimizer, index)
+        rule = known = known_rule(optimizer)
+        if rule is None:  # zs.shard() has found it elementwise, or good for whole parameters
+            own_index = index - groups_of(sharded.optimizer, optimizer).start
+            by_shape = sharded.states.by_shape[index]
+            rule = tried_rule(optimizer, own_index) if by_shape else elementwise_rule(optimizer)
+        members = {id(parameter) for parameter in sharded.parameters[index]}
+        owned: list[list[tuple[int, int]]] = []  # by rank: elements and cost of each parameter
+        pairs = ((unit.cells.optim, one) for unit in self._units for one in unit.trainable)
+        for cell, segment in pairs:
+            layout = segment.flat.layout
+            owned += [[] for _ in range(layout.num_shards - len(owned))]
+            for rank in range(layout.num_shards):
+                for piece in layout.pieces_in(layout.span(rank, layout.scope(cell))):
+                    shape = layout.slots[piece.index].shape
+                    if id(segment.parameters[piece.index]) in members:
+                        cost = min(shape) ** 2 * max(shape) if len(shape) == 2 else 0
+                        owned[rank].append((piece.numel, cost))
+        elements = tuple(sum(numel for numel, _ in mine) for mine in owned)
+        costs = [sum(cost for _, cost in mine) for mine in owned]
+        cls = type(optimizer)
+        return SteppedGroup(
+            optimizer=f"{cls.__module__}.{cls.__qualname__}",
+            group=index,
+            kind=rule.kind.name,
+            known_by="probe" if known is None else "table",
+            why=rule.why,
+            needs=rule.kind.needs,
+            parameters=tuple(map(len, owned)),
+            elements=elements,
+            largest=tuple(max((numel for numel, _ in mine), default=0) for mine in owned),
+            state_bytes=self._state_bytes(sharded, index),
+            step_bytes=0,  # every rank has what it steps: pieces, or whole parameters
+            imbalance=_imbalance(elements),
+            cost_imbalance=_imbalance(costs) if rule.kind is MATRIX else None,
+        )
+
+    def _state_bytes(self, sharded: ShardedOptimizer, index: int) -> float | None:
+        """Return the bytes of state for each element of a param group."""
+        shards = [one for one in sharded.pieces() if one.group == index]
+        states = [sharded.states.of(shard) for shard in shards]
+        numel = sum(shard.piece.numel for shard, state in zip(shards, states, strict=True) if state)
+        if not numel:
+            group, device = sharded.optimizer.param_groups[index], self._context.device
+            dtype, shape = shards[0].tensor.dtype if shards else torch.float32, (256, 256)
+            try:
+                rule = owner_of_group(sharded.optimizer, index)
+                trial = state_after_trial(rule, group, dtype, device, device, shape)
+            except Exception:  # a rule for parameters of other shapes
+                return None
+            states, numel = [trial], 256 * 256
+        values = [value for state in states for value in state.values()]
+        return sum(map(_stored_bytes, values)) / numel
+
     def unreleased(self) -> dict[str, int]:
         """Return what is in use beyond what rests ("temporary"), and what is in stores, by tier:
         empty after ``close()`` where everything was given back.
@@ -134,6 +271,20 @@ class Accounts:
         counted = {"temporary": self._meter.live}
         counted |= {tier.value: store.account.live for tier, store in self._stores.items()}
         return {name: num_bytes for name, num_bytes in counted.items() if num_bytes}
+
+
+def _imbalance(counts: Sequence[float]) -> float:
+    """Return the largest of `counts` by their mean."""
+    return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
+
+
+def _stored_bytes(value: Any) -> int:
+    """Return the bytes of a state with more than one number, of the tensors inside it (torchao)."""
+    if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+        return 0
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.numel() * value.element_size()
+    return sum(_stored_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
 
 
 def _size(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import ELEMENTWISE, HiddenMethod, check_rule, shard_state
+from zeroshard.optim.copies import (
+    ELEMENTWISE,
+    REFUSED,
+    RULES,
+    HiddenMethod,
+    check_rule,
+    known_rule,
+    shard_state,
+    tried_rule,
+)
 
 # -- whole parameters against pieces
 # --------------------------------------------------------------------------------------------------
@@ -135,7 +145,8 @@ def test_a_known_optimizer_gives_the_same_bits_on_pieces(
 
 
 def test_every_known_class_is_tested() -> None:
-    assert set(OPTIONS) == ELEMENTWISE
+    known = {name for name, rule in RULES.items() if rule.kind is ELEMENTWISE}
+    assert {f"torch.{cls.__name__}" for cls in OPTIONS} == known
 
 
 # -- which optimizers may be sharded
@@ -325,7 +336,7 @@ def test_an_optimizer_with_modes_is_probed_in_training_and_stays_as_it_was() -> 
     assert not optimizer.is_training
 
 
-@pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", OPTIONS)
 def test_known_classes_pass(cls: Any) -> None:
     check_rule(cls(model_params(), lr=1e-3))
 
@@ -382,6 +393,89 @@ def test_a_subclass_of_a_refused_class_is_refused_too() -> None:
 
     with pytest.raises(ConfigError, match="MyMuon"):
         check_rule(MyMuon([nn.Parameter(torch.ones(4, 4))]))
+
+
+def _called(name: str) -> torch.optim.Optimizer:
+    """Return an elementwise optimizer with a class of this name."""
+    module, _, last = name.rpartition(".")
+    cls = type(last, (LocalRule,), {"__module__": module})
+    return cls([nn.Parameter(torch.ones(4, 4))])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lomo_optim.lomo.Lomo", "inside the backward"),
+        ("lomo_optim.adalomo.AdaLomo", "inside the backward"),
+        ("transformers.trainer_pt_utils.LayerWiseDummyOptimizer", "inside the backward"),
+        ("galore_torch.adamw.AdamW", "to a low rank"),
+        ("galore_torch.adafactor.Adafactor", "to a low rank"),
+        ("apollo_torch.apollo.AdamW", "to a low rank"),
+        ("heavyball.optim.SOAP", "by views of a parameter"),
+        ("grokadamw.grokadamw.GrokAdamW", "in its param groups"),
+        ("torch_npu.optim.npu_fused_adamw.NpuFusedAdamW", "tensors of its own"),
+    ],
+)
+def test_classes_of_other_packages_are_refused_by_name_with_the_reason(
+    name: str, reason: str
+) -> None:
+    for whole in (False, True):
+        with pytest.raises(ConfigError, match=f"{name.rpartition('.')[2]} cannot .*{reason}"):
+            check_rule(_called(name), whole=whole)
+    check_rule(_called("mine.adamw.AdamW"))
+
+
+@pytest.mark.parametrize("name", ["torchao.optim.adam.AdamW8bit", "transformers.opt.Adafactor"])
+def test_classes_that_need_whole_parameters_are_told_so_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be sharded: it .*ownership='whole'"):
+        check_rule(_called(name))
+    check_rule(_called(name), whole=True)
+    assert known_rule(_called(name)) is not None
+
+
+def test_every_kind_that_is_refused_or_needs_more_says_why() -> None:
+    for name, rule in RULES.items():
+        assert rule.why and (rule.kind is REFUSED) == (rule.kind.needs == "another optimizer"), name
+
+
+class Prepared(LocalRule):
+    """Makes its state in the constructor, and has none to make later."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.state[param]["sum"].add_(grad)
+        return total
+
+
+class OnlyMatrices(LocalRule):
+    def direction(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        assert param.dim() > 1
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "why"),
+    [
+        (LocalRule, "elementwise", "itself alone"),
+        (Prepared, "elementwise", "itself alone"),
+        (Modes, "elementwise with modes", r"train\(\) and eval\(\)"),
+        (BlockRule, "blockwise", "whole blocks"),
+        (TrustRatio, "per tensor", "otherwise"),
+        (MatrixRule, "matrix", "otherwise than the vector"),
+        (OnlyMatrices, "matrix", "raised AssertionError"),
+    ],
+)
+def test_trial_steps_show_the_kind_of_a_class_that_is_not_known(
+    cls: Any, kind: str, why: str
+) -> None:
+    optimizer = cls(model_params())
+    rule = tried_rule(optimizer, 0)
+    assert rule.kind.name == kind and re.search(why, rule.why)
+    assert known_rule(optimizer) is None
 
 
 @pytest.mark.parametrize(
@@ -529,7 +623,7 @@ def test_state_that_cannot_be_cut_is_refused_by_name(value: object, message: str
         shard_state({"row": value}, (3, 5), 0, 15, name="layer.weight")
 
 
-@pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", OPTIONS)
 def test_training_goes_on_with_the_same_bits_after_its_state_was_cut(cls: Any) -> None:
     shapes = [(3, 50), (), (1,)]
     whole = [nn.Parameter(torch.randn(shape)) for shape in shapes]

@@ -164,6 +164,78 @@ def test_what_is_drawn_of_layers_is_what_the_bytes_beside_them_count() -> None:
             assert frame.held["activations"] == most // 3 * active, case
 
 
+OWNED = [ROWS[name] for name in ("zero1", "zero2", "zero3", "zero3-keep")]
+
+
+def test_frames_of_layers_that_are_owned_whole_are_those_of_each_rank() -> None:
+    """The same commands as with equal parts, and the bytes that a plan gives each rank."""
+    for policy, world, units in itertools.product(OWNED, (1, 2, 3, 4), (1, 3, 4)):
+        one = walk(policy, world, units=units, micro_batches=2, shares="whole")
+        equal = walk(policy, world, units=units, micro_batches=2)
+        case = (policy.name, world, units)
+        counts = [one.owners.count(rank) for rank in range(world)]
+        assert max(counts) - min(counts) <= 1 and sum(counts) == units, case
+        shown = [(frame.command, frame.units, frame.over) for frame in one.frames]
+        assert shown == [(frame.command, frame.units, frame.over) for frame in equal.frames], case
+        sharded, group = policy.default.weight.is_sharded, one.group
+        for rank, frames in enumerate(one.by_rank):
+            mine = one.owners.count(rank)
+            rest = rest_bytes(one.laid_out, policy, one.training, rank)
+            layer = rest_bytes(equal.laid_out, ROWS["ddp"], equal.training)["weight"][D] // units
+            assert rest["weight"].get(D, 0) == layer * (mine if sharded else units), case
+            for frame in frames:
+                here = [layer.weights in ("coming", "whole") for layer in frame.layers]
+                gathered = sum(here) * group.full if sharded else 0
+                assert frame.held["weights"] == rest["weight"].get(D, 0) + gathered, (case, frame)
+                assert frame.held["optimizer"] == sum(
+                    rest[state].get(D, 0) for state in ("master", "optimizer")
+                )
+                rests = {at for at, layer in enumerate(frame.layers) if layer.rests}
+                if frame.command not in ("REDUCE", "ADD", "WAIT_REDUCE"):
+                    assert frame.held["gradients"] == sum(
+                        group.bucket * layer.buckets + one.planned[at].groups[0].partial
+                        * layer.waits + 4 * group.one.layout.numel
+                        * (at in rests and one.owners[at] == rank)
+                        for at, layer in enumerate(frame.layers)
+                    ), (case, rank, frame)  # fmt: skip
+        for frame, *others in zip(equal.frames, *one.by_rank, strict=True):
+            if frame.command == "ZERO_GRAD":  # the same in all, as far as parts are not padded
+                every = sum(other.total for other in others)
+                assert every == pytest.approx(world * frame.total, rel=1e-5), case
+
+
+def test_what_is_said_and_drawn_of_an_owner_is_what_it_has() -> None:
+    one = walk(ROWS["zero3"], 4, units=5, shares="whole")
+    for frame in one.frames:
+        owner = [one.owners[unit] for unit in frame.units]
+        if frame.command == "START":
+            assert f"Broadcast: rank {owner[0]} sends layer {frame.units[0] + 1}" in frame.text
+        elif frame.command == "REDUCE":
+            assert f"gradients of layer {frame.units[0] + 1} to rank {owner[0]}." in frame.text
+    text = film.svg(one)
+    drawn = film._film(one)
+    for unit, owner_of in enumerate(one.owners):  # solid where it rests, and on no other rank
+        boxes = re.findall(r'<rect x="(\S+)" y="(\S+)"[^>]* fill="#3566c8" class="f-own"/>', text)
+        at = [float(y) for x, y in boxes if float(x) == float(f"{drawn.x(unit):.4g}")]
+        assert at == [drawn.y(owner_of)]
+    (start,) = [frame for frame in one.frames if frame.command == "START"][:1]
+    _, dots = drawn.lines(start.units[0], 0, "all others", "own", back=False)
+    assert dots.count("M") == 1  # one rank sends
+    assert text.count('font-size="16"') == 1 + 4 and len(text) < 125_000
+    at = max(range(len(one.frames)), key=lambda at: len({of[at].total for of in one.by_rank}))
+    drawn.poster = at
+    root = ElementTree.fromstring(drawn.drawn())
+    bars: dict[float, float] = {}  # how long all states together are, by where a rank's bars are
+    for group in root.iter():
+        move = re.fullmatch(r"translate\(\S+ 0\) scale\((\S+) 1\)", group.get("transform", ""))
+        for bar in group if move is not None else ():
+            y = float(bar.get("y", ""))
+            bars[y] = bars.get(y, 0) + float(move[1]) if move else 0
+    for rank, frames in enumerate(one.by_rank):
+        assert bars[drawn.y(rank)] == pytest.approx(frames[at].total / drawn.scale, abs=1e-3)
+    assert len(set(bars.values())) > 1
+
+
 def _film(policy: Policy, **how: int) -> tuple[Walk, str]:
     one = walk(policy, **{"ranks": 4, **how})  # type: ignore[arg-type]
     return one, film.svg(one)
@@ -244,6 +316,11 @@ def test_the_command_prints_frames_and_writes_films(
     told = json.loads(capsys.readouterr().out)
     assert (told["row"], told["node_size"], told["frames"][0]["command"]) == ("hpz", 2, "START")
     assert told["frames"][-2]["away"]["host"] > 0
+    assert main(["walk", "--shares", "whole", "--units", "3", "--ranks", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    mine = [frames[-1]["optimizer"] for frames in told["held_by_rank"]]
+    counts = [told["owners"].count(rank) for rank in (0, 1)]
+    assert sorted(counts) == [1, 2] and mine[0] * counts[1] == mine[1] * counts[0]
     for words, said in (
         (["--row", "zero4"], "did you mean"),
         (["--stage", "4"], "is not one of 0, 1, 2, 3"),
@@ -253,6 +330,9 @@ def test_the_command_prints_frames_and_writes_films(
         (["--offload", "optim=host"], "is not STATE=TIER"),
         (["--row", "mics", "--offload", "grad=disk"], "cannot rest on disk"),
         (["--svg", str(tmp_path)], "Is a directory"),
+        (["--shares", "whole", "--row", "hpz"], "on one node"),
+        (["--shares", "whole", "--stage", "0"], "is drawn in zero1"),
+        (["--shares", "whole", "--offload", "grad=host"], "without offload"),
     ):
         assert main(["walk", *words]) == 2
         assert said in capsys.readouterr().err, words
