@@ -116,7 +116,7 @@ class Walk(Playback):
         training: Training,
         num_units: int,
         *,
-        shares: Literal[whole] | None = None,
+        shares: Literal["whole"] | None = None,
         rank: int = 0,
     ) -> None:
         order = list(range(machine.gpus))  # in which the rank comes first
@@ -404,7 +404,7 @@ def walk(
     units: int = 4,
     micro_batches: int = 1,
     node_size: int | None = None,
-    shares: Literal[whole] | None = None,
+    shares: Literal["whole"] | None = None,
 ) -> Walk:
     """Return the frames of a step of `units` layers on `ranks` GPUs, `node_size` to a node
     (default: all, and two nodes for a row that keeps states by node); with `shares` "whole" each
