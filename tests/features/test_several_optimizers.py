@@ -413,6 +413,16 @@ def test_each_has_a_part_of_its_own(rank: int, tmp_path: Path) -> None:
         one.zero_grad()
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
     assert engine.optimizer.param_groups == [g for one in optimizers for g in one.param_groups]
+    emb, first = (zs.ParameterStates(engine, one.weight) for one in (model.emb, model.first))
+    assert emb.state("momentum_buffer") is None is first.state("exp_avg")
+    for states, key in ((emb, "exp_avg"), (first, "momentum_buffer")):
+        found = states.state(key)
+        assert found is not None and found.norm() > 0
+        states.set_state(key, torch.full_like(found, 2.0))
+        assert (states.state(key) == 2.0).all()
+    shown = zs.OptimizerStates(engine)
+    assert len(shown) == sum(len(one.state) for one in optimizers)
+    assert {key for one in shown.values() for key in one} >= {"step", "exp_avg"}
     with pytest.raises(zs.StateError, match=r"optimizer_part\(\)"):
         optimizers[0].state_dict()
     part = engine.optimizer_part()

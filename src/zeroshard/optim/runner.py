@@ -54,7 +54,8 @@ from zeroshard.core.schedule import TILE_BUFFERS, TILES_AHEAD
 from zeroshard.core.work import Operation, Probe, Work, wait_on_host
 from zeroshard.errors import StorageError
 from zeroshard.memory import Trimmer
-from zeroshard.optim.several import JointTileOptimizer
+from zeroshard.optim.copies import TileOptimizer
+from zeroshard.optim.several import tile_optimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates, reshape_state, shaped
 from zeroshard.state.gradient import Gradient
@@ -93,8 +94,8 @@ class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
     tiles: deque[_TileStep]
-    host: JointTileOptimizer
-    device: JointTileOptimizer
+    host: TileOptimizer
+    device: TileOptimizer
     late: bool = False  # the weights are brought up to date by whoever waits for it
 
 
@@ -264,8 +265,8 @@ class TileRunner:
             return None
         return StepJob(
             steps,
-            JointTileOptimizer(self._optimizer, off_device=self._away),
-            JointTileOptimizer(self._optimizer, off_device=False),
+            tile_optimizer(self._optimizer, off_device=self._away),
+            tile_optimizer(self._optimizer, off_device=False),
             self.was_late,
         )
 
@@ -365,7 +366,7 @@ class TileRunner:
 
     def _step(
         self,
-        optimizer: JointTileOptimizer,
+        optimizer: TileOptimizer,
         step: _TileStep,
         master: torch.Tensor,
         opened: list[dict[str, Any]],

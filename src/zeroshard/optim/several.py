@@ -26,8 +26,6 @@ from torch import nn
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.copies import TileOptimizer
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-
 INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
 )
@@ -115,7 +113,9 @@ class JointOptimizer(torch.optim.Optimizer):
 # ------------------------------------------------------------------------------- of one and of many
 
 
-def joined(optimizer: Optimizers) -> torch.optim.Optimizer:
+def joined(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
     """Return one optimizer in the place of a list of several; one alone as it is. Raises
     ConfigError for an empty list, and for other things in it.
     """
@@ -226,8 +226,14 @@ def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.
 # -------------------------------------------------------------------------------------------- steps
 
 
-class JointTileOptimizer:
-    """Steps tiles, in which parameters of several optimizers lie (`TileOptimizer`)."""
+def tile_optimizer(optimizer: torch.optim.Optimizer, *, off_device: bool) -> TileOptimizer:
+    """Return what steps tiles in the place of `optimizer`."""
+    make = _JointTileOptimizer if isinstance(optimizer, JointOptimizer) else TileOptimizer
+    return make(optimizer, off_device=off_device)
+
+
+class _JointTileOptimizer(TileOptimizer):
+    """Steps tiles in which parameters of several optimizers lie."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, off_device: bool) -> None:
         self._parts = [
@@ -240,9 +246,6 @@ class JointTileOptimizer:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         states: dict[torch.Tensor, dict[str, Any]],
     ) -> dict[torch.Tensor, dict[str, Any]]:
-        """Step `parameters`, by the index of their param group, with their `states`; return the
-        states afterwards.
-        """
         after: dict[torch.Tensor, dict[str, Any]] = {}
         for part, groups in self._parts:
             mine = {one - groups.start: parameters[one] for one in groups if one in parameters}

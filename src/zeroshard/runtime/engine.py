@@ -25,7 +25,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import placeholder_value
-from zeroshard.optim.several import Optimizers, check_parameters, joined
+from zeroshard.optim.several import check_parameters, joined
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
@@ -203,7 +203,7 @@ class Engine(Assembly):
             f" of {transport.size} over {self._context.axes.name(self._context.levels.name)})"
         )
 
-    def attach(self, optimizer: Optimizers) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
         """Shard `optimizer`, or each of a list, built from ``model.parameters()``, in place.
 
         After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are

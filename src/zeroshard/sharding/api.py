@@ -40,7 +40,7 @@ from zeroshard.core.tree import Deal, Tree
 from zeroshard.errors import CheckpointError, StorageError
 from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import allocate, deferred_init, materialize
-from zeroshard.optim.several import Optimizers, joined
+from zeroshard.optim.several import joined
 from zeroshard.runtime.context import Context, Faults, Options, Tiering
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.leaves import Leaves
@@ -66,7 +66,7 @@ _MANY = 16  # ranks from which it is told that a backend rounds their sum at eac
 
 def shard(
     model: nn.Module | PipelineStage | Sequence[PipelineStage],
-    optimizer: Optimizers | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     stage: int | None = None,
     *,
     policy: str | Policy | None = None,
@@ -80,7 +80,8 @@ def shard(
 ) -> Engine:
     """Shard `model` and `optimizer` in place over the data parallel ranks (a collective call).
 
-    Both stay the objects they were. `model` may be this rank's stage, or list of stages, of
+    Both stay the objects they were; a list of several optimizers steps one model, each its own
+    parameters (docs/optimizers.md). `model` may be this rank's stage, or list of stages, of
     torch.distributed.pipelining (``engine.follow``). `stage` 0 to 3 or `policy` (a row's name, a
     Policy, or "auto": the fastest row that the planner finds to fit here) says where each state
     rests (default: stage 3); `config` is a Config, a dict or a path to JSON, of our form or
