@@ -318,6 +318,23 @@ def test_and_in_rows_with_nodes() -> None:
         assert found == []
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("ownership", "owned"), [("whole", (9216, 12_288)), ("whole_by_cost", (13_312, 8192))]
+)
+def test_ranks_share_elements_or_the_products_of_muon(
+    rank: int, ownership: Any, owned: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    sizes = [*[8] * 18, *[64] * 3]  # products per element: 17 of a thin one, 192 of a square
+    model = nn.Sequential(*(nn.Linear(64, size, bias=False) for size in sizes))
+    optimizer = _muon(model.parameters())
+    engine = zs.shard(model, optimizer, units=[nn.Sequential], ownership=ownership)
+    pieces = [piece.numel() for group in optimizer.param_groups for piece in group["params"]]
+    engine.close()
+    assert sum(pieces) == owned[rank]
+
+
 class Global(torch.optim.SGD):
     """Clips by the norm of all that it sees."""
 
