@@ -34,6 +34,7 @@ LATER = 93_300  # from this seed on programs are disturbed, too (_with_disturban
 LATEST = 98_000  # from this seed on layers may get inputs without gradients (_on_data)
 OWNED = 103_000  # from this seed on ranks may own whole parameters
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
+REMAINDERS = 107_000  # from this seed on masters may rest as remainders
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
 KINDS = (
@@ -68,6 +69,9 @@ def _drawn(seed: int) -> Program:
         program = replace(program, shares=None, ownership="whole")
         if own.random() < 0.5:
             program = replace(program, optimizer=own.choice([*WHOLE]))
+    if seed >= REMAINDERS and random.Random(f"remainders of {seed}").random() < 0.6:
+        tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
+        program = replace(program, precision="bf16", remainder=True, **tiers)
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
@@ -429,6 +433,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "gloo": _plain(transport="shared_memory"),
     "node size": _plain(node_size=None),
     "half precision": _plain(precision="fp32"),
+    "remainders": _plain(remainder=False),
     "units": _plain(units="default"),
     "verify": _plain(verify_every=None),
     "strict": _plain(strict=False),

@@ -100,6 +100,7 @@ class Program:
     row: str = "zero3"
     transport: str = "shared_memory"
     precision: str = "fp32"
+    remainder: bool = False  # masters rest as remainders of bf16 weights
     weight_tier: str = "device"
     grad_tier: str = "device"
     optimizer_tier: str = "device"
@@ -203,8 +204,12 @@ def repair(program: Program) -> Program:
         program = replace(
             program, weight_tier="device", grad_tier="device", optimizer_tier="device"
         )
-    if program.weight_tier == program.grad_tier == program.optimizer_tier == "device":
+    on_device = program.weight_tier == program.grad_tier == program.optimizer_tier == "device"
+    if on_device:
         program = replace(program, fraction=1.0)
+    if program.remainder:  # others are refused, and so are averages of these
+        takes = program.precision == "bf16" and on_device
+        program = replace(program, remainder=takes, averaged=program.averaged and not takes)
     if program.row not in CODED_ROWS:
         program = replace(program, weight_codec=None)
     if program.world == 1:
@@ -217,7 +222,7 @@ def repair(program: Program) -> Program:
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
     if program.optimizer in ("lamb", "hybrid"):
-        if program.ownership is None:
+        if program.ownership is None or program.remainder:
             program = replace(program, optimizer="adamw")
         else:  # steps in parts of whole parameters are refused
             tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}

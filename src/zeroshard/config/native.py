@@ -20,9 +20,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from zeroshard.config.option_sections import Comm, LossScale, Offload, State, Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
-from zeroshard.core.precision import PRECISIONS, LossScaler, Precision, dtype_name
+from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.core.shares import (
     Ownership,
     check_batch_shares,
@@ -328,6 +329,11 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
+        if self.resolved_precision().has_remainders and self.offload.leaving:
+            raise ConfigError(
+                "precision.master='remainder' is for weights and masters on the device, and offload"
+                f" rests {', '.join(self.offload.leaving)} elsewhere: leave one of them out"
+            )
         for option in ("batch_shares", "leaves") if self.gradient_reduction == "sum" else ():
             if getattr(self, option) is not None:
                 raise ConfigError(

@@ -64,6 +64,7 @@ def schema() -> dict[str, Any]:
     fields, null = made["properties"], {"type": "null"}
     names = ("compute", "reduce", "accumulate", "master")
     dtypes = {name: {"enum": [*PRECISIONS]} for name in names}
+    dtypes["master"]["enum"].append("remainder")
     exact = {"type": "object", "properties": dtypes, "additionalProperties": False}
     forms: dict[str, list[dict[str, Any]]] = {
         "stage": [{"enum": [*STAGES]}, null],

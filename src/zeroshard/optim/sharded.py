@@ -218,8 +218,8 @@ class ShardedOptimizer:
             if self.rests_elsewhere:
                 raise StateError(
                     f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
-                    " of their states rest on the host or on disk: leave the optimizer out of"
-                    " offload="
+                    " of their states rest on the host or on disk, or as remainders: leave the"
+                    " optimizer out of offload=, and master='remainder' out of precision="
                 )
 
         with self._around_step.moving(call, check):

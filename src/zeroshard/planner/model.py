@@ -26,7 +26,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.resting import packed, unit_limit
 from zeroshard.core.sizes import any_of, budget_bytes, parse_count
 from zeroshard.core.tree import Deal, Tree, deal
-from zeroshard.core.wire import CODEC_BITS, Formats
+from zeroshard.core.wire import CODEC_BITS, Formats, Wire
 from zeroshard.errors import ConfigError
 
 # ----------------------------------------------------------------------------------- a training run
@@ -58,6 +58,7 @@ _OPTIMIZERS = {
     "sgd-momentum": "momentum",
 }  # fmt: skip
 _CODECS = tuple(CODEC_BITS)
+REMAINDER = Wire("remainder", None, 2.0)  # of a master, beside its bf16 weight
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Training:
 
     `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or the dtype of
     `precision`, as the papers count. Both take torch's names and dtypes, too ("bfloat16").
+    `master` is "fp32", or "remainder" as in ``zs.Precision``: rows on the device are planned then.
     `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
     a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it) or
     "sgd". `batch` sequences of `sequence` tokens are one micro-batch of one GPU; `micro_batches` of
@@ -95,6 +97,7 @@ class Training:
     fraction: float = 1.0
     accumulation_budget: int | str | None = None
     leaves: int | str | None = None
+    master: str = "fp32"
 
     def __post_init__(self) -> None:
         for name, names in (
@@ -108,6 +111,7 @@ class Training:
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
             ("accumulate", self.accumulate, tuple(dict.fromkeys(("fp32", self.precision)))),
+            ("master", self.master, ("fp32", "remainder")[: 1 + (self.precision == "bf16")]),
             ("weight_codec", self.weight_codec, (None, *_CODECS)),
             ("grad_codec", self.grad_codec, (None, *_CODECS, "bf16")),
             ("frozen_codec", self.frozen_codec, (None, *_CODECS)),
@@ -219,7 +223,7 @@ class Training:
         compute = dtype or self.precision
         accumulate = "fp32" if self.accumulate == "fp32" else compute
         frozen = None if trained else self.frozen_codec
-        return Formats.of(
+        formats = Formats.of(
             compute,
             accumulate=accumulate,
             weight_codec=frozen or self.weight_codec,
@@ -227,6 +231,8 @@ class Training:
             block=self.codec_block,
             rests_packed=rests_packed,
         )
+        as_remainder = self.master == "remainder" and compute == "bf16"
+        return replace(formats, master=REMAINDER) if as_remainder else formats
 
 
 # --------------------------------------------------------------------------------- a pass in events

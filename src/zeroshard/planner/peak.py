@@ -29,6 +29,7 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import (
+    REMAINDER,
     ActivationTrace,
     Decoder,
     ModelShape,
@@ -253,9 +254,10 @@ def _optimizer_bytes(
 ) -> int:
     """Return what ``optimizer.step()`` takes on the device: gradients cast to the masters' dtype,
     all at once, and Adam's denominators: torch makes them of all parameters together on an
-    accelerator (foreach), twice of one after another on the CPU.
+    accelerator (foreach), twice of one after another on the CPU. Masters that rest as remainders
+    are there a tile at a time, and with them the rest.
     """
-    cell, total, largest = policy.default.optim, 0, 0
+    cell, total, largest, tile = policy.default.optim, 0, 0, 0
     if cell.tier is not Tier.DEVICE:
         return 0
     adam = training.optimizer == "adam"
@@ -263,10 +265,17 @@ def _optimizer_bytes(
         if not one.group.trained:
             continue
         pieces = [piece.numel for piece in one.pieces(cell, 0)]
-        numel, largest = sum(pieces), max([largest, *pieces])
         casts = training.formats(one.group.dtype)
+        if casts.master == REMAINDER:
+            each = 1 + (casts.grad.dtype != "fp32") + (adam and machine.accelerator)
+            numel, piece = min(_TILE, one.held(cell, 0)), min(_TILE, max(pieces, default=0))
+            adams = 0 if machine.accelerator or not adam else 8 * piece
+            tile = max(tile, 4 * each * numel + adams, 10 * numel)  # the last: to encode it
+            continue
+        numel, largest = sum(pieces), max([largest, *pieces])
         total += one.count * numel * ((casts.grad != casts.master) + (adam and machine.accelerator))
-    return 4 * total + (0 if machine.accelerator or not adam else 8 * largest)
+    own = 4 * total + (0 if machine.accelerator or not adam else 8 * largest)
+    return max(own, tile)
 
 
 def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> int:

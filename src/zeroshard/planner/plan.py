@@ -209,10 +209,11 @@ class Plan:
         row = advice.row
         hours = None if row is None else row.gpu_hours_per_billion_tokens
         cost = None if hours is None or price is None else hours * price
+        kept = training.formats(None).master.bytes_per_element
         states = {
             "weight": round(model.numel * Wire.of(training.precision).bytes_per_element),
             "grad": round(model.num_trained * Wire.of(training.accumulate).bytes_per_element),
-            "optimizer": round(model.num_trained * (4 + training.moment_bytes)),
+            "optimizer": round(model.num_trained * (kept + training.moment_bytes)),
         }
         return {
             "model": {
@@ -252,6 +253,8 @@ class Plan:
         if row is None:
             raise ConfigError(f"there is no configuration to write: {self.recommended.reason}")
         precision = {"compute": training.precision, "accumulate": training.accumulate}
+        if training.master != "fp32":
+            precision["master"] = training.master
         out: dict[str, Any] = {"policy": row.row, "precision": precision}
         away = {state: tier for state, tier in row.tiers.items() if tier != Tier.DEVICE.value}
         if away:

@@ -170,7 +170,7 @@ class Rest:
         ]
         if not all(state.on_device for state in states):
             raise ConfigError(
-                "the fp32 masters are offloaded and cannot be returned as device tensors, which"
-                " zs.EMA needs: leave offload.optimizer on the device"
+                "zs.EMA needs the fp32 masters as device tensors: leave offload.optimizer on the"
+                " device, and master='remainder' out of the precision"
             )
         return [state.whole for state in states]

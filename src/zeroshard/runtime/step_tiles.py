@@ -163,7 +163,9 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     )
     share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
     cuts: list[tuple[Range, StepMethod]] = []
-    if bucket.accumulator.tiered:
+    if segment.writes_weights:
+        cuts += [(span, StepMethod.DECODED) for span in tiles(0, split, share)]
+    elif bucket.accumulator.tiered:
         cuts += [(span, StepMethod.ON_DEVICE) for span in tiles(0, split, share)]
     elif split:
         cuts.append(((0, split), StepMethod.BY_USER))
@@ -178,7 +180,8 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
         for found in segment.flat.layout.pieces_in((base + start, base + stop)):
             piece = replace(found, shard_start=found.shard_start + start)
             if method.off_device or master.tensor is None:
-                numbers = placeholder((piece.numel,), master.dtype)
+                where = segment.flat.full.device if segment.writes_weights else "cpu"
+                numbers = placeholder((piece.numel,), master.dtype, where)
             else:
                 numbers = master.tensor[piece.shard_start : piece.shard_stop]
             shard = ParamShard(

@@ -79,11 +79,15 @@ def check_model(
 
 def check_whole_steps(optimizer: torch.optim.Optimizer, settings: Config) -> None:
     """Raise ConfigError for an optimizer of whole parameters that would be stepped in parts."""
-    if settings.ownership and settings.offload.away and not is_elementwise(optimizer):
+    found = ""
+    if settings.offload.away:
+        found = "offload rests them elsewhere in parts: leave offload out"
+    elif settings.resolved_precision().has_remainders:
+        found = "remainders are stepped in parts: leave master='remainder' out"
+    if settings.ownership and found and not is_elementwise(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__qualname__} steps whole parameters on the device, and"
-            " offload rests them elsewhere in parts: leave offload out, or take an elementwise"
-            " optimizer, for example torch.optim.AdamW"
+            f" {found}, or take an elementwise optimizer, for example torch.optim.AdamW"
         )
 
 
