@@ -329,9 +329,11 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
-        if self.resolved_precision().has_remainders and self.offload.leaving:
+        precision = self.resolved_precision()
+        if (precision.has_remainders or precision.rounds_moments) and self.offload.leaving:
+            option = "master='remainder'" if precision.has_remainders else "moments='bf16'"
             raise ConfigError(
-                "precision.master='remainder' is for weights and masters on the device, and offload"
+                f"precision.{option} is for states that rest on the device, and offload"
                 f" rests {', '.join(self.offload.leaving)} elsewhere: leave one of them out"
             )
         for option in ("batch_shares", "leaves") if self.gradient_reduction == "sum" else ():
@@ -409,8 +411,7 @@ class Config(Strict):
         data["policy"] = self.policy
         data["precision"] = self.precision
         if isinstance(self.precision, Precision):
-            dtypes = vars(self.precision)
-            data["precision"] = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+            data["precision"] = self.precision.names()
         units = () if self.units is None else self.units
         if not isinstance(units, (list, tuple)) or not all(isinstance(one, str) for one in units):
             raise ConfigError(

@@ -39,13 +39,16 @@ class Precision:
 
     compute: weights, activations and gradients as autograd makes them. reduce: gradients on the
     wire (default: compute). accumulate: gradients at rest, fp32 or compute. master: what the
-    optimizer steps, fp32; "remainder": the same, at rest as what bf16 weights lack of it.
+    optimizer steps, fp32, or bf16 weights themselves; "remainder": fp32, at rest as what bf16
+    weights lack of it. moments: states of a parameter's shape between steps, rounded to bf16
+    (default: as the optimizer makes them).
     """
 
     compute: torch.dtype = torch.float32
     reduce: torch.dtype | None = None
     accumulate: torch.dtype = torch.float32
     master: torch.dtype | Literal["remainder"] = torch.float32
+    moments: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "accumulate", "master"):
@@ -53,11 +56,16 @@ class Precision:
             if name != "master" or value != "remainder":
                 value = self.compute if value is None else parse_dtype(value)
             object.__setattr__(self, name, value)
-        if self.stepped is not torch.float32:
+        if self.moments is not None:
+            object.__setattr__(self, "moments", parse_dtype(self.moments))
+        is_low = self.stepped is self.compute is torch.bfloat16
+        if self.stepped is not torch.float32 and not is_low:
             raise ValueError(
                 f"master={dtype_name(self.stepped)!r} is not supported: the optimizer steps fp32"
-                " masters"
+                " masters, or bf16 weights"
             )
+        if self.moments not in (None, torch.bfloat16):
+            raise ValueError("moments rest in bf16, or (None) as the optimizer makes them")
         if self.has_remainders and self.compute is not torch.bfloat16:
             raise ValueError(
                 "master='remainder' is what bf16 weights lack of fp32 masters: take compute='bf16',"
@@ -79,13 +87,18 @@ class Precision:
         """Return these dtypes for a parameter that computes in `compute` instead."""
         reduce = compute if self.reduce is self.compute else self.reduce
         accumulate = torch.float32 if self.accumulate is torch.float32 else compute
-        master = self.master if compute is self.compute else self.stepped
+        master = self.master if compute is self.compute else torch.float32
         return replace(self, compute=compute, reduce=reduce, accumulate=accumulate, master=master)
 
     @property
     def has_remainders(self) -> bool:
         """Whether masters rest as remainders of the weights."""
         return self.master == "remainder"
+
+    @property
+    def rounds_moments(self) -> bool:
+        """Whether moments rest in fewer bits than the optimizer steps them in."""
+        return self.moments is not None and self.stepped is torch.float32
 
     @property
     def stepped(self) -> torch.dtype:
@@ -108,8 +121,12 @@ class Precision:
         return self.compute is torch.float16
 
     def describe(self) -> str:
-        """Return the four dtypes in one line."""
-        return ", ".join(f"{name}={dtype_name(dtype)}" for name, dtype in vars(self).items())
+        """Return the dtypes in one line."""
+        return ", ".join(f"{name}={given}" for name, given in self.names().items())
+
+    def names(self) -> dict[str, str]:
+        """Return the short names of the dtypes."""
+        return {name: dtype_name(one) for name, one in vars(self).items() if one is not None}
 
 
 PRECISIONS: dict[str, Precision] = {name: Precision(dtype) for name, dtype in _DTYPES.items()}

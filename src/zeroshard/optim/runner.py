@@ -70,6 +70,7 @@ class StepOptions:
     into_forward: bool = False  # the next forward may begin: its units wait for their own tiles
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
     timed: bool = False  # measure both parts of a step, with the way of the last weights back
+    moments: torch.dtype | None = None  # in which moments rest that are stepped in fp32
     whole: bool = False  # parameters are owned whole, so rules that go by matrices may step
     trimmer: Trimmer = field(default_factory=lambda: Trimmer(None))
     probe: Probe = field(default_factory=Probe)  # of tiles stepped and waited for
@@ -312,12 +313,14 @@ class TileRunner:
 
     def _step_on_device(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
+        self._states.widen(tile)
         opened = [self._optimizer.state[shard.tensor] for shard in tile.shards]
         with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
             grad = step.gradient.fetch(tile.start, tile.stop)
             self._step(job.device, step, master, opened, grad)
             if tile.method is StepMethod.ON_DEVICE and not job.late:
                 self._sent = segment.bring(tile.start, tile.stop, master, True, step.gradient)
+        self._states.put_to_rest(tile)
 
     def _step_on_host(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment

@@ -133,7 +133,7 @@ class ShardedOptimizer:
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
-        self.states = TileStates(optimizer)
+        self.states = TileStates(optimizer, options.moments)
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
@@ -218,8 +218,8 @@ class ShardedOptimizer:
             if self.rests_elsewhere:
                 raise StateError(
                     f"{call} of {type(self.optimizer).__qualname__} moves all parameters, and some"
-                    " of their states rest on the host or on disk, or as remainders: leave the"
-                    " optimizer out of offload=, and master='remainder' out of precision="
+                    " of their states rest on the host or on disk, or in fewer bits: leave the"
+                    " optimizer out of offload=, and master= and moments= out of the precision"
                 )
 
         with self._around_step.moving(call, check):

@@ -21,7 +21,7 @@ from zeroshard.core.placement import Tier
 from zeroshard.errors import StateError
 from zeroshard.memory import placeholder
 from zeroshard.optim.copies import flatten, state_after_trial
-from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
 
@@ -45,8 +45,12 @@ def _flattened(shard: ParamShard, tensor: torch.Tensor) -> torch.Tensor:
 class TileStates:
     """The state of one optimizer, wherever it rests."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rounded: torch.dtype | None = None
+    ) -> None:
+        """`rounded`: the dtype in which moments of decoded tiles rest, if not as they are made."""
         self._optimizer = optimizer
+        self._rounded = rounded
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
         self._trials: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
@@ -243,13 +247,26 @@ class TileStates:
 
     def put_to_rest(self, tile: Tile) -> None:
         """Move state of a tile that is still on the device (created before shard(), or just
-        loaded) to its tier.
+        loaded) to its tier; round moments that were stepped, or loaded.
         """
+        if self._rounded is not None and tile.method is StepMethod.DECODED:
+            self._cast(tile, self._rounded)
         # numbers that stand in the optimizer
         keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
         if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
             with self.lent(tile):
                 pass
+
+    def widen(self, tile: Tile) -> None:
+        """Let moments that rest in fewer bits be fp32 until `put_to_rest`."""
+        if self._rounded is not None and tile.method is StepMethod.DECODED:
+            self._cast(tile, torch.float32)
+
+    def _cast(self, tile: Tile, dtype: torch.dtype) -> None:
+        for shard in tile.shards:
+            for key, value in self.moments(shard).items():
+                if value.dtype in (torch.float32, self._rounded):
+                    self.of(shard)[key] = value.to(dtype)
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""

@@ -266,11 +266,13 @@ def _optimizer_bytes(
             continue
         pieces = [piece.numel for piece in one.pieces(cell, 0)]
         casts = training.formats(one.group.dtype)
-        if casts.master == REMAINDER:
-            each = 1 + (casts.grad.dtype != "fp32") + (adam and machine.accelerator)
+        if training.decodes:
+            numbers = (casts.master == REMAINDER) + (casts.grad.dtype != "fp32")
+            numbers += adam and machine.accelerator
+            each = 4 * numbers + training.moment_bytes * (training.moments != "fp32")
             numel, piece = min(_TILE, one.held(cell, 0)), min(_TILE, max(pieces, default=0))
             adams = 0 if machine.accelerator or not adam else 8 * piece
-            tile = max(tile, 4 * each * numel + adams, 10 * numel)  # the last: to encode it
+            tile = max(tile, round(each) * numel + adams, 10 * numel)  # the last: to encode it
             continue
         numel, largest = sum(pieces), max([largest, *pieces])
         total += one.count * numel * ((casts.grad != casts.master) + (adam and machine.accelerator))

@@ -157,7 +157,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
         most = f"up to {max(row.whole_gradients for row in plan.rows)} of {len(plan.model.units)}"
         yield "budget", f"{held}: {most} units keep theirs whole"
-    masters = ", masters as remainders" if training.master == "remainder" else ""
+    masters = {"fp32": "", "bf16": ", masters are the weights"}.get(
+        training.master, ", masters as remainders"
+    )
+    masters += ", moments in bf16" if training.moments != "fp32" else ""
     yield (
         "training",
         f"{training.precision}, gradients rest in {training.accumulate}{masters},"

@@ -122,7 +122,7 @@ def takes(policy: Policy, training: Training) -> bool:
     """Whether `policy` runs with the codecs and masters of `training`: config/native.py refuses
     the others.
     """
-    if training.master == "remainder" and {*tiers_of(policy).values()} != {Tier.DEVICE.value}:
+    if training.decodes and {*tiers_of(policy).values()} != {Tier.DEVICE.value}:
         return False
     encodes_weights = training.weight_codec is not None or training.frozen_codec is not None
     return not encodes_weights or policy.default.weight.scope is Scope.SHARD

@@ -323,7 +323,7 @@ class Assembly:
         self._whole = Whole(
             self.module, weights, self._finalizer, context, self._states.join_trained
         )
-        as_given = context.dtypes.as_given or context.precision.weight_is_master
+        as_given = context.dtypes.as_given or context.precision.compute is torch.float32
         self._hooks = Hooks(
             self.module,
             plans,

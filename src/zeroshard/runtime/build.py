@@ -491,7 +491,8 @@ def step_settings(
 ) -> tuple[PartialState, StepOptions]:
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
-    remainders = context.precision.has_remainders
+    precision = context.precision
+    decodes = precision.has_remainders or precision.rounds_moments
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
     part = PartialState(transport.rank, transport.size, is_part=is_part, note=decisions.note)
     return part, StepOptions(
@@ -500,7 +501,8 @@ def step_settings(
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
-        whole=context.options.shares == "whole" and not (tiering.away or remainders),
+        moments=precision.moments,
+        whole=context.options.shares == "whole" and not (tiering.away or decodes),
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )

@@ -168,9 +168,9 @@ class Rest:
             for segment in unit.trainable
             if segment.master is not None
         ]
-        if not all(state.on_device for state in states):
+        if not all(state.on_device and state.dtype is torch.float32 for state in states):
             raise ConfigError(
                 "zs.EMA needs the fp32 masters as device tensors: leave offload.optimizer on the"
-                " device, and master='remainder' out of the precision"
+                " device, and master= out of the precision"
             )
         return [state.whole for state in states]

@@ -79,11 +79,13 @@ def check_model(
 
 def check_whole_steps(optimizer: torch.optim.Optimizer, settings: Config) -> None:
     """Raise ConfigError for an optimizer of whole parameters that would be stepped in parts."""
-    found = ""
+    found, precision = "", settings.resolved_precision()
     if settings.offload.away:
         found = "offload rests them elsewhere in parts: leave offload out"
-    elif settings.resolved_precision().has_remainders:
+    elif precision.has_remainders:
         found = "remainders are stepped in parts: leave master='remainder' out"
+    elif precision.rounds_moments:
+        found = "moments in bf16 are stepped in parts: leave moments='bf16' out"
     if settings.ownership and found and not is_elementwise(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__qualname__} steps whole parameters on the device, and"
