@@ -330,7 +330,7 @@ class Config(Strict):
         self._check_codecs()
         self._check_accumulation()
         precision = self.resolved_precision()
-        if (precision.has_remainders or precision.rounds_moments) and self.offload.leaving:
+        if precision.decodes and self.offload.leaving:
             option = "master='remainder'" if precision.has_remainders else "moments='bf16'"
             raise ConfigError(
                 f"precision.{option} is for states that rest on the device, and offload"

@@ -101,6 +101,11 @@ class Precision:
         return self.moments is not None and self.stepped is torch.float32
 
     @property
+    def decodes(self) -> bool:
+        """Whether states are decoded for their step."""
+        return self.has_remainders or self.rounds_moments
+
+    @property
     def stepped(self) -> torch.dtype:
         """The dtype in which the optimizer steps masters, however they rest."""
         return torch.float32 if isinstance(self.master, str) else self.master

@@ -492,7 +492,6 @@ def step_settings(
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
     precision = context.precision
-    decodes = precision.has_remainders or precision.rounds_moments
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
     part = PartialState(transport.rank, transport.size, is_part=is_part, note=decisions.note)
     return part, StepOptions(
@@ -502,7 +501,7 @@ def step_settings(
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
         moments=precision.moments,
-        whole=context.options.shares == "whole" and not (tiering.away or decodes),
+        whole=context.options.shares == "whole" and not (tiering.away or precision.decodes),
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
     )

@@ -163,7 +163,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context) -> list[Tile]:
     )
     share = max(context.tiering.staging_bytes // (_TENSORS.get(tier, 4) * 4) // _ALIGN, 1) * _ALIGN
     cuts: list[tuple[Range, StepMethod]] = []
-    if segment.writes_weights or bucket.precision.rounds_moments:
+    if bucket.precision.decodes:
         cuts += [(span, StepMethod.DECODED) for span in tiles(0, split, share)]
     elif bucket.accumulator.tiered:
         cuts += [(span, StepMethod.ON_DEVICE) for span in tiles(0, split, share)]
