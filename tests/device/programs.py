@@ -467,6 +467,16 @@ def _rows() -> list[Case]:
     ]
 
 
+def _low_states() -> list[Case]:
+    """Return cases in which masters and moments are decoded for their step."""
+    low: Any = zs.Precision("bf16", master="remainder", moments="bf16")  # type: ignore[arg-type]
+    return [
+        *(Case(f"remainders {row}", Program(row=row, precision=low, clip=0.1)) for row in ROWS),
+        Case("remainders, fused", Program(precision=low, fused=True, **TWO), worlds=(1, 2)),
+        Case("remainders off the device", Program(precision=low, after=off_and_on)),
+    ]
+
+
 def _fused() -> list[Case]:
     """Return cases in which the host reads nothing of a step."""
     clipped: dict[str, Any] = {"fused": True, "clip": 0.1}
@@ -706,6 +716,7 @@ def _tiers() -> list[Case]:
 
 _KINDS: dict[str, Callable[[], list[Case]]] = {
     "rows in fp32, bf16, fp16": _rows,
+    "masters as remainders, moments in bf16": _low_states,
     "fused optimizers, clips": _fused,
     "rows over nodes, two levels": _nodes,
     "pipelines, tensor parallelism": _meshes,

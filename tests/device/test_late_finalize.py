@@ -204,6 +204,13 @@ def test_the_next_scale_of_fp16_is_one_read() -> None:
         assert late["skipped"] >= 2 and _same(late, read)
 
 
+def test_masters_that_are_decoded_are_read_in_the_step() -> None:
+    precision = zs.Precision("bf16", master="remainder")  # type: ignore[arg-type]
+    for late, read in _both(2, "zero3", "adamw", (1, 4), {"precision": precision}):
+        late.pop("waits"), read.pop("waits")
+        assert late["skipped"] == 2 and _same(late, read)
+
+
 def test_weights_of_losses_are_no_read() -> None:
     for late, read in _both(2, "zero3", "adamw", (2,), {"precision": "bf16"}, 3.0):
         assert set(_waits_of(late)) == {(0, 0)} and set(_waits_of(read, (2,))) == {(2, 0)}

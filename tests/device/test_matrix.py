@@ -25,7 +25,8 @@ OPTIONS = (
     "average", "repartition", "save and load", "everything on the host", "states on the host",
     "everything late, fp32", "a fraction, fp32", "everything on disk", "inference, from the host",
     "to the host and back", "one curve, zero3", "decode, all on the host", "fused zero1",
-    "fused, average", "fused, reset",
+    "fused, average", "fused, reset", "remainders zero1", "remainders, fused",
+    "remainders off the device",
 )  # fmt: skip
 # the others are slow: about 75 runs here, of which each has two or three
 ROWS_OFTEN = [

@@ -39,6 +39,7 @@ SEVERAL = 105_000  # from this seed on two optimizers may step one model
 BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
 SHAPED = 104_000  # from this seed on with states of other shapes
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
+REMAINDERS = 107_000  # from this seed on masters may rest as remainders
 TIERS = ("device", "host", "disk")
 SHARDED = [name for name, row in ROWS.items() if row.default.weight.is_sharded]
 KINDS = (
@@ -86,6 +87,10 @@ def _drawn(seed: int) -> Program:
         program = replace(program, several=True)
         if program.ownership and own.random() < 0.5:
             program = replace(program, optimizer="muon")
+    share = 0.6 if seed < 108_000 else 0.2
+    if seed >= REMAINDERS and random.Random(f"remainders of {seed}").random() < share:
+        tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
+        program = replace(program, precision="bf16", remainder=True, **tiers)
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
@@ -450,6 +455,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "gloo": _plain(transport="shared_memory"),
     "node size": _plain(node_size=None),
     "half precision": _plain(precision="fp32"),
+    "remainders": _plain(remainder=False),
     "units": _plain(units="default"),
     "verify": _plain(verify_every=None),
     "strict": _plain(strict=False),

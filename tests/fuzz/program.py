@@ -108,6 +108,7 @@ class Program:
     row: str = "zero3"
     transport: str = "shared_memory"
     precision: str = "fp32"
+    remainder: bool = False  # masters rest as remainders of bf16 weights
     weight_tier: str = "device"
     grad_tier: str = "device"
     optimizer_tier: str = "device"
@@ -212,8 +213,12 @@ def repair(program: Program) -> Program:
         program = replace(
             program, weight_tier="device", grad_tier="device", optimizer_tier="device"
         )
-    if program.weight_tier == program.grad_tier == program.optimizer_tier == "device":
+    on_device = program.weight_tier == program.grad_tier == program.optimizer_tier == "device"
+    if on_device:
         program = replace(program, fraction=1.0)
+    if program.remainder:  # others are refused, and so are averages of these
+        takes = program.precision == "bf16" and on_device
+        program = replace(program, remainder=takes, averaged=program.averaged and not takes)
     if program.row not in CODED_ROWS:
         program = replace(program, weight_codec=None)
     if program.world == 1:
@@ -229,7 +234,8 @@ def repair(program: Program) -> Program:
     if by_elements and program.ownership:
         program = replace(program, ownership="whole")
     if not by_elements:
-        if program.ownership is None or (program.optimizer == "muon" and not program.several):
+        has_none = program.ownership is None or program.remainder
+        if has_none or (program.optimizer == "muon" and not program.several):
             program = replace(program, optimizer="adamw")
         elif program.seed < WHOLE_TIERS:
             tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}

@@ -210,6 +210,9 @@ class Sharded:
     @torch.no_grad()
     def write(self, change: Change) -> None:
         """Write by one way after another; sharded weights refuse, and are edited."""
+        if self.program.remainder:  # refused in every row
+            self.edit(change)
+            return
         for place, (_, parameter) in enumerate(self._trained()):
             try:
                 view = parameter.data if place % 2 else parameter.detach()
@@ -396,9 +399,12 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
     stall = STALL_S
     if _may_refuse(program):
         stall = SHORT_STALL_S if program.branches else 4 * SHORT_STALL_S
+    precision: Any = program.precision
+    if program.remainder:
+        precision = zs.Precision(program.precision, master="remainder")
     options: dict[str, Any] = {
         "policy": program.row,
-        "precision": program.precision,
+        "precision": precision,
         "comm": comm,
         "stall_timeout_s": stall,
     }

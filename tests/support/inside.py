@@ -21,8 +21,8 @@ from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.placement import Tier
-from zeroshard.core.precision import LossScaler
 from zeroshard.core.residency import Residency, UnitState, Use
 from zeroshard.core.schedule import Schedule
 from zeroshard.memory import MemoryCounter

@@ -20,9 +20,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from zeroshard.config.option_sections import Comm, LossScale, Offload, State, Strict, one_line
 from zeroshard.config.strict_json import nearest, parse_json, read_json
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import STAGES, Policy, row
-from zeroshard.core.precision import PRECISIONS, LossScaler, Precision, dtype_name
+from zeroshard.core.precision import PRECISIONS, Precision, dtype_name
 from zeroshard.core.shares import (
     Ownership,
     check_batch_shares,
@@ -329,6 +330,13 @@ class Config(Strict):
         self._check_leaves()
         self._check_codecs()
         self._check_accumulation()
+        precision = self.resolved_precision()
+        if precision.decodes and self.offload.leaving:
+            option = "master='remainder'" if precision.has_remainders else "moments='bf16'"
+            raise ConfigError(
+                f"precision.{option} is for states that rest on the device, and offload"
+                f" rests {', '.join(self.offload.leaving)} elsewhere: leave one of them out"
+            )
         for option in ("batch_shares", "leaves") if self.gradient_reduction == "sum" else ():
             if getattr(self, option) is not None:
                 raise ConfigError(
@@ -404,8 +412,7 @@ class Config(Strict):
         data["policy"] = self.policy
         data["precision"] = self.precision
         if isinstance(self.precision, Precision):
-            dtypes = vars(self.precision)
-            data["precision"] = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+            data["precision"] = self.precision.names()
         units = () if self.units is None else self.units
         if not isinstance(units, (list, tuple)) or not all(isinstance(one, str) for one in units):
             raise ConfigError(

@@ -15,8 +15,8 @@ from pydantic_core import ErrorDetails
 from zeroshard.comm.codec import Codec, codec
 from zeroshard.comm.quantized import Codecs, Feedback
 from zeroshard.config.strict_json import nearest
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.placement import Tier, TierName
-from zeroshard.core.precision import LossScaler
 from zeroshard.core.sizes import any_of
 from zeroshard.core.wire import CODEC_BITS
 from zeroshard.errors import ConfigError
@@ -160,7 +160,7 @@ class ErrorFeedback(Strict):
 
 
 class LossScale(Strict):
-    """The scaling of losses in fp16 (``core/precision.py``). A checkpoint holds the scale itself,
+    """The scaling of losses in fp16 (``core/loss_scale.py``). A checkpoint holds the scale itself,
     and not these numbers.
     """
 

@@ -64,6 +64,8 @@ def schema() -> dict[str, Any]:
     fields, null = made["properties"], {"type": "null"}
     names = ("compute", "reduce", "accumulate", "master")
     dtypes = {name: {"enum": [*PRECISIONS]} for name in names}
+    dtypes["master"]["enum"].append("remainder")
+    dtypes["moments"] = {"enum": ["bf16"]}
     exact = {"type": "object", "properties": dtypes, "additionalProperties": False}
     forms: dict[str, list[dict[str, Any]]] = {
         "stage": [{"enum": [*STAGES]}, null],

@@ -122,7 +122,7 @@ class Policy:
         grad = numel / cells.grad.num_shards(mesh) * precision.accumulate.itemsize
         return RestBytes(
             weight=numel / cells.weight.num_shards(mesh) * precision.compute.itemsize,
-            master=0.0 if is_master else stepped * precision.master.itemsize,
+            master=0.0 if is_master else stepped * precision.master_bytes,
             grad=grad if point == "between_micro_batches" else 0.0,
             optimizer=stepped * moment_bytes,
         )

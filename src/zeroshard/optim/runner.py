@@ -71,6 +71,7 @@ class StepOptions:
     into_forward: bool = False  # the next forward may begin: its units wait for their own tiles
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
     timed: bool = False  # measure both parts of a step, with the way of the last weights back
+    moments: torch.dtype | None = None  # in which moments rest that are stepped in fp32
     whole: bool = False  # parameters are owned whole, so rules that go by matrices may step
     trimmer: Trimmer = field(default_factory=lambda: Trimmer(None))
     probe: Probe = field(default_factory=Probe)  # of tiles stepped and waited for
@@ -145,6 +146,9 @@ class TileRunner:
             self.lags = self.lags or self.was_late  # all ranks publish late updates alike
             return
         beside = any(tile.method is StepMethod.BY_USER for tile in tiles)
+        if all(step.tile.method is StepMethod.DECODED for step in job.tiles):
+            self.run(job)
+            return
         if not (beside or self._options.into_forward or self.was_late):
             with self._options.probe.waiting("host"):
                 self.run(job)
@@ -296,7 +300,7 @@ class TileRunner:
             tile, recording = step.tile, self._options.probe.recording
             since = time.perf_counter()
             _WAYS[tile.method](self, job, step)
-            if recording is not None and tile.method is not StepMethod.ON_DEVICE:
+            if recording is not None and tile.method.off_device:
                 recording.note(Operation("host", "step", tile.segment.key), since)
             del step  # its memory may serve the next backward
             self._options.trimmer.passed(4 * tile.numel * tile.segment.master.dtype.itemsize)
@@ -310,12 +314,14 @@ class TileRunner:
 
     def _step_on_device(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
+        self._states.widen(tile)
         opened = [self._states.entries(shard)[shard.tensor] for shard in tile.shards]
         with segment.master.borrowed(tile.start, tile.stop, write=True) as master:
             grad = step.gradient.fetch(tile.start, tile.stop)
             self._step(job.device, step, master, opened, grad)
-            if not job.late:
+            if tile.method is StepMethod.ON_DEVICE and not job.late:
                 self._sent = segment.bring(tile.start, tile.stop, master, True, step.gradient)
+        self._states.put_to_rest(tile)
 
     def _step_on_host(self, job: StepJob, step: _TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
@@ -402,6 +408,7 @@ class TileRunner:
 
 
 _WAYS = {
+    StepMethod.DECODED: TileRunner._step_on_device,
     StepMethod.ON_DEVICE: TileRunner._step_on_device,
     StepMethod.ON_HOST: TileRunner._step_on_host,
     StepMethod.THROUGH_RING: TileRunner._step_read,

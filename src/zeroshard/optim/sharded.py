@@ -94,7 +94,7 @@ class ShardedOptimizer:
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
         self.is_cut_off = False
-        self.states = TileStates(optimizer, whole=options.whole)
+        self.states = TileStates(optimizer, options.moments, whole=options.whole)
         self._shapes = self.states.whole  # the step sees some parameters in their shapes
         self.runner = TileRunner(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
@@ -200,8 +200,8 @@ class ShardedOptimizer:
             if self.rests_elsewhere:
                 raise StateError(
                     f"{call} of {type(one).__qualname__} moves all parameters, and some"
-                    " of their states rest on the host or on disk: leave the optimizer out of"
-                    " offload="
+                    " of their states rest on the host or on disk, or in fewer bits: leave the"
+                    " optimizer out of offload=, and master= and moments= out of the precision"
                 )
 
         with self._around_step.moving(call, check):

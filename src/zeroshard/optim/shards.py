@@ -33,6 +33,7 @@ class StepMethod(Enum):
     """The way in which a tile is stepped, and the place of its numbers meanwhile."""
 
     BY_USER = "by the user's own step(), on the device"
+    DECODED = "before it, on the device: master or moments rest in fewer bits"
     ON_DEVICE = "beside it, on the device: its gradient rests on another tier"
     ON_HOST = "on the host, where it rests"
     THROUGH_RING = "on the host, from disk and back through a ring of buffers"

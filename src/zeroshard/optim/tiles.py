@@ -117,9 +117,16 @@ def _apart(shard: ParamShard, value: Any, *, rests: bool) -> Any:
 class TileStates:
     """The state of one optimizer, wherever it rests."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
-        """`whole`: parameters lie whole in the tiles, and are stepped in their shapes where the
-        rule is not known to be elementwise.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rounded: torch.dtype | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        """`rounded`: the dtype in which moments of decoded tiles rest, if not as they are made.
+        `whole`: parameters lie whole in the tiles, and are stepped in their shapes where the rule
+        is not known to be elementwise.
         """
         self.by_shape = [  # by param group
             whole and not is_elementwise(one)
@@ -128,6 +135,7 @@ class TileStates:
         ]
         self.whole = any(self.by_shape)
         self._optimizer = optimizer
+        self._rounded = rounded
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
         self._trials: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
@@ -364,13 +372,26 @@ class TileStates:
 
     def put_to_rest(self, tile: Tile) -> None:
         """Move state of a tile that is still on the device (created before shard(), or just
-        loaded) to its tier.
+        loaded) to its tier; round moments that were stepped, or loaded.
         """
+        if self._rounded is not None and tile.method is StepMethod.DECODED:
+            self._cast(tile, self._rounded)
         # numbers that stand in the optimizer
         keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
         if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
             with self.lent(tile):
                 pass
+
+    def widen(self, tile: Tile) -> None:
+        """Let moments that rest in fewer bits be fp32 until `put_to_rest`."""
+        if self._rounded is not None and tile.method is StepMethod.DECODED:
+            self._cast(tile, torch.float32)
+
+    def _cast(self, tile: Tile, dtype: torch.dtype) -> None:
+        for shard in tile.shards:
+            for key, value in self.moments(shard).items():
+                if value.dtype in (torch.float32, self._rounded):
+                    self.of(shard)[key] = value.to(dtype)
 
     def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
         """Return the bytes of the optimizer's own state of `tiles`, by tier."""

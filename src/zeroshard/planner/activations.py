@@ -406,7 +406,7 @@ def _hooked(
         ends = [unit for unit in units if (id(module), unit) in spans]
         handles += _hook_module(module, units, ends, events)
     precision = PRECISIONS[training.precision]
-    if not (compute_dtypes(model, precision).as_given or precision.weight_is_master):
+    if not (compute_dtypes(model, precision).as_given or precision.compute is torch.float32):
         dtype = precision.compute
         for layer, hook in casting_hooks(model, dtype).items():
             handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))

@@ -26,7 +26,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.resting import packed, unit_limit
 from zeroshard.core.sizes import any_of, budget_bytes, parse_count
 from zeroshard.core.tree import Deal, Tree, deal
-from zeroshard.core.wire import CODEC_BITS, Formats
+from zeroshard.core.wire import CODEC_BITS, Formats, Wire
 from zeroshard.errors import ConfigError
 
 # ----------------------------------------------------------------------------------- a training run
@@ -63,6 +63,9 @@ _OPTIMIZERS = {
     "sgd-momentum": "momentum",
 }  # fmt: skip
 _CODECS = tuple(CODEC_BITS)
+_FP32_STATES = ("adam", "adam-fused", "momentum")
+_LOW_MASTERS = ("bf16", "remainder")  # of bf16 weights
+REMAINDER = Wire("remainder", None, 2.0)  # of a master, beside its bf16 weight
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Training:
 
     `accumulate` is the dtype in which gradients rest: "fp32" (as in ``zs.shard``) or the dtype of
     `precision`, as the papers count. Both take torch's names and dtypes, too ("bfloat16").
+    `master` ("fp32", "bf16", "remainder") and `moments` ("fp32", "bf16") are as in `zs.Precision`:
+    rows on the device alone are planned where states are decoded for their step.
     `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
     a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it),
     "muon" (of matrices, AdamW of tables and vectors) or "sgd". `batch` sequences of `sequence`
@@ -100,6 +105,8 @@ class Training:
     fraction: float = 1.0
     accumulation_budget: int | str | None = None
     leaves: int | str | None = None
+    master: str = "fp32"
+    moments: str = "fp32"
 
     def __post_init__(self) -> None:
         for name, names in (
@@ -113,6 +120,8 @@ class Training:
             ("precision", self.precision, PRECISIONS),
             ("optimizer", self.optimizer, tuple(MOMENT_BYTES)),
             ("accumulate", self.accumulate, tuple(dict.fromkeys(("fp32", self.precision)))),
+            ("master", self.master, ("fp32", *_LOW_MASTERS[: 2 * (self.precision == "bf16")])),
+            ("moments", self.moments, ("fp32", "bf16")),
             ("weight_codec", self.weight_codec, (None, *_CODECS)),
             ("grad_codec", self.grad_codec, (None, *_CODECS, "bf16")),
             ("frozen_codec", self.frozen_codec, (None, *_CODECS)),
@@ -187,7 +196,13 @@ class Training:
     @property
     def moment_bytes(self) -> float:
         """Bytes that the optimizer keeps per parameter beside the master."""
-        return MOMENT_BYTES[self.optimizer]
+        given = MOMENT_BYTES[self.optimizer]
+        return given / 2 if self.moments == "bf16" and self.optimizer in _FP32_STATES else given
+
+    @property
+    def decodes(self) -> bool:
+        """Whether states are decoded for their step."""
+        return self.master == "remainder" or (self.moments != "fp32" and self.master == "fp32")
 
     def state_bytes(self, numel: int, *, is_matrix: bool = True) -> int:
         """Return the bytes that the optimizer keeps of `numel` elements of one tensor: of a matrix
@@ -228,7 +243,7 @@ class Training:
         compute = dtype or self.precision
         accumulate = "fp32" if self.accumulate == "fp32" else compute
         frozen = None if trained else self.frozen_codec
-        return Formats.of(
+        formats = Formats.of(
             compute,
             accumulate=accumulate,
             weight_codec=frozen or self.weight_codec,
@@ -236,6 +251,9 @@ class Training:
             block=self.codec_block,
             rests_packed=rests_packed,
         )
+        masters = {"bf16": Wire.of("bf16"), "remainder": REMAINDER}
+        low = masters.get(self.master) if compute == "bf16" else None
+        return formats if low is None else replace(formats, master=low)
 
 
 # --------------------------------------------------------------------------------- a pass in events

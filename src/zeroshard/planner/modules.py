@@ -462,6 +462,8 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         micro_batches=settings.gradient_accumulation_steps or (1 if budget is None else 2),
         accumulation_budget=budget,
         leaves=settings.leaves,
+        master=dtype_name(precision.master),
+        moments="fp32" if precision.moments is None and precision.stepped.itemsize > 2 else "bf16",
     )
 
 

@@ -29,6 +29,7 @@ from zeroshard.planner.exact import (
 )
 from zeroshard.planner.machine import Machine
 from zeroshard.planner.model import (
+    REMAINDER,
     ActivationTrace,
     Decoder,
     ModelShape,
@@ -254,15 +255,26 @@ def _optimizer_bytes(
     """Return what ``optimizer.step()`` takes on the device: gradients cast to the masters' dtype,
     all at once, and Adam's denominators: torch makes them of all parameters together on an
     accelerator (foreach), twice of one after another on the CPU. Muon makes an update in fp32, two
-    in bf16, and three squares of one matrix after another.
+    in bf16, and three squares of one matrix after another. Masters that rest as remainders are
+    there a tile at a time, and with them the rest.
     """
-    cell, cast, total, largest, matrix = policy.default.optim, 0, 0, 0, 0
+    cell, cast, total, largest, matrix, tile = policy.default.optim, 0, 0, 0, 0, 0
     if cell.tier is not Tier.DEVICE:
         return 0
     for one in laid_out.groups:
         if not one.group.trained:
             continue
         pieces, casts = one.pieces(cell, 0), training.formats(one.group.dtype)
+        if training.decodes:
+            adam = training.optimizer == "adam"
+            numbers = (casts.master == REMAINDER) + (casts.grad.dtype != "fp32")
+            numbers += adam and machine.accelerator
+            each = 4 * numbers + training.moment_bytes * (training.moments != "fp32")
+            most = max((piece.numel for piece in pieces), default=0)
+            numel, piece_numel = min(_TILE, one.held(cell, 0)), min(_TILE, most)
+            adams = 0 if machine.accelerator or not adam else 8 * piece_numel
+            tile = max(tile, round(each) * numel + adams, 10 * numel)  # the last: to encode it
+            continue
         cast += one.count * sum(piece.numel for piece in pieces) * (casts.grad != casts.master)
         for piece in pieces:
             if training.optimizer == "muon" and piece.name in one.group.matrices:
@@ -271,7 +283,8 @@ def _optimizer_bytes(
             elif training.optimizer in ("adam", "muon"):
                 total += one.count * piece.numel
                 largest = max(largest, piece.numel)
-    return 4 * cast + max(matrix, 4 * total if machine.accelerator else 8 * largest)
+    own = 4 * cast + max(matrix, 4 * total if machine.accelerator else 8 * largest)
+    return max(own, tile)
 
 
 def _host_bytes(laid_out: LaidOut, policy: Policy, machine: Machine, training: Training) -> int:

@@ -209,10 +209,11 @@ class Plan:
         row = advice.row
         hours = None if row is None else row.gpu_hours_per_billion_tokens
         cost = None if hours is None or price is None else hours * price
+        kept = 0.0 if training.master == "bf16" else training.formats(None).master.bytes_per_element
         states = {
             "weight": round(model.numel * Wire.of(training.precision).bytes_per_element),
             "grad": round(model.num_trained * Wire.of(training.accumulate).bytes_per_element),
-            "optimizer": round(model.num_trained * (4 + training.moment_bytes)),
+            "optimizer": round(model.num_trained * (kept + training.moment_bytes)),
         }
         return {
             "model": {
@@ -252,6 +253,9 @@ class Plan:
         if row is None:
             raise ConfigError(f"there is no configuration to write: {self.recommended.reason}")
         precision = {"compute": training.precision, "accumulate": training.accumulate}
+        for name in ("master", "moments"):
+            if getattr(training, name) != "fp32":
+                precision[name] = getattr(training, name)
         out: dict[str, Any] = {"policy": row.row, "precision": precision}
         away = {state: tier for state, tier in row.tiers.items() if tier != Tier.DEVICE.value}
         if away:

@@ -158,10 +158,14 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         held = f"{size_text(training.accumulation_bytes)} of gradients between micro-batches"
         most = f"up to {max(row.whole_gradients for row in plan.rows)} of {len(plan.model.units)}"
         yield "budget", f"{held}: {most} units keep theirs whole"
+    masters = {"fp32": "", "bf16": ", masters are the weights"}.get(
+        training.master, ", masters as remainders"
+    )
+    masters += ", moments in bf16" if training.moments != "fp32" else ""
     yield (
         "training",
-        f"{training.precision}, gradients rest in {training.accumulate}, {training.optimizer};"
-        f" {counted} {of}, activations {activations}",
+        f"{training.precision}, gradients rest in {training.accumulate}{masters},"
+        f" {training.optimizer}; {counted} {of}, activations {activations}",
     )
     if machine.accelerator and machine.gpus > 1:
         several = "up to 3 groups a rank (all; inside and between nodes)"

@@ -120,9 +120,11 @@ def candidates(machine: Machine) -> Iterator[Policy]:
 
 
 def takes(policy: Policy, training: Training) -> bool:
-    """Whether `policy` is planned with the codecs of `training` (config/native.py refuses the
-    others), and with its optimizer.
+    """Whether `policy` is planned with the codecs and masters of `training` (config/native.py
+    refuses the others), and with its optimizer.
     """
+    if training.decodes and {*tiers_of(policy).values()} != {Tier.DEVICE.value}:
+        return False
     if training.optimizer == "muon" and policy.default.optim.tier is not Tier.DEVICE:
         return False  # the products' time on a host is not known
     encodes_weights = training.weight_codec is not None or training.frozen_codec is not None

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from zeroshard.comm.ranks import MeshRanks, Ranks
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.placement import VALUE, Part, Tier
-from zeroshard.core.precision import LossScaler
 from zeroshard.core.tree import Tree
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import Trimmer

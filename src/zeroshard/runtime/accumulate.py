@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zeroshard.core.precision import LossScaler
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.residency import Use
 from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, StateError

@@ -21,8 +21,9 @@ from torch import nn
 from zeroshard.comm.cpu.control import PeerControl
 from zeroshard.comm.job import heartbeat, status
 from zeroshard.core.digest import Digest, describe_unlike, first_unlike
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import LossScaler, Precision
+from zeroshard.core.precision import Precision
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
@@ -303,7 +304,7 @@ class Assembly:
         )
         self._weights, self._backward = weights, backward
         kind = LateFinalizer if serves(backward, context) else Finalizer
-        self._finalizer = kind(backward, context, digest, self._scaler)
+        self._finalizer = kind(backward, context, digest)
         rest = Rest(weights, transports=transports, faults=faults)
         self._recovery = Recovery(weights, rest, digest, context)
         self._watch = Watch(self.module, units)
@@ -322,7 +323,7 @@ class Assembly:
         self._whole = Whole(
             self.module, weights, self._finalizer, context, self._states.join_trained
         )
-        as_given = context.dtypes.as_given or context.precision.weight_is_master
+        as_given = context.dtypes.as_given or context.precision.compute is torch.float32
         self._hooks = Hooks(
             self.module,
             plans,

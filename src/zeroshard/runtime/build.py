@@ -45,6 +45,7 @@ from zeroshard.runtime.unit import Unit
 from zeroshard.runtime.units import UnitPlan, holding_others
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import local_of
+from zeroshard.state.remainder import RemainderStorage
 from zeroshard.state.state import DeviceStorage, State
 from zeroshard.tier.store import EncodedStorage, Storage, Store
 
@@ -311,7 +312,7 @@ def _storages_of(
     """Return key, elements, dtype and tier of the storages that the weights and the master of a
     segment need.
     """
-    share, cells, master = plan.num_weights, plan.cells, context.precision.master
+    share, cells, master = plan.num_weights, plan.cells, context.precision.stepped
     out = []
     if weight_away := splits.weight < share:
         numel, dtype = _form_of_weights(plan, share - splits.weight, context)
@@ -366,11 +367,15 @@ def make_master(
     """Give a trained segment its master, without its numbers where it is not the weights
     themselves, and return it. `stores`: the context's.
     """
+    precision, remainder = context.precision.at(segment.flat.dtype), None
+    if precision.has_remainders:
+        remainder = RemainderStorage(f"{segment.key} master", segment.weight, context.memory)
     segment.make_master(
         context.memory,
-        dtype=context.precision.master,
+        dtype=precision.stepped,
         store=(context.tiering.stores if stores is None else stores).get(cells.optim.tier),
         apart=context.tiering.delayed_update is not None,
+        remainder=remainder,
     )
     assert segment.master is not None, segment.key
     return segment.master
@@ -501,6 +506,7 @@ def step_settings(
 ) -> tuple[PartialState, StepOptions]:
     """Return what the optimizer's step knows of the engine."""
     transport, tiering = context.transport, context.tiering
+    precision = context.precision
     is_part = transport.size > 1 and any(unit.cells.optim.is_sharded for unit in units)
     part = PartialState(transport.rank, transport.size, is_part=is_part, note=decisions.note)
     return part, StepOptions(
@@ -509,6 +515,7 @@ def step_settings(
         into_forward=context.steps_into_forward,
         delayed_update=tiering.delayed_update,
         timed=tiering.automatic,
+        moments=precision.moments,
         whole=isinstance(context.options.shares, WholeParameters),
         trimmer=tiering.trimmer,
         probe=context.streams.probe,

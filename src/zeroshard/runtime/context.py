@@ -25,7 +25,7 @@ from zeroshard.comm.transport import Transport
 from zeroshard.core.layout import ALIGN, Layout
 from zeroshard.core.placement import Cell, Cells, Mesh, Part, Scope, Tier
 from zeroshard.core.policy import Policy
-from zeroshard.core.precision import LossScaler, Precision
+from zeroshard.core.precision import Precision
 from zeroshard.core.resting import splits
 from zeroshard.core.route import Routes, routes
 from zeroshard.core.schedule import STAGING_BYTES
@@ -40,6 +40,7 @@ from zeroshard.tier.store import Direct, Link, Store
 
 if TYPE_CHECKING:  # made in sharding/, and only handed on by this room
     from zeroshard.comm.device_mesh import Holders
+    from zeroshard.core.loss_scale import LossScaler
     from zeroshard.core.shares import Shares, WholeParameters
 
 
@@ -452,7 +453,7 @@ class SegmentPlan:
             reduce=_wire(precision.wire, grad_codec),
             node_sum=_wire(levels.hop_dtype, grad_codec),
             grad=Wire.of(precision.accumulate),
-            master=Wire.of(context.precision.master),
+            master=Wire.of(context.precision.stepped),
         )
         cells = self.cells
         # a fraction may leave a whole segment on the device; a rank with its own part there reads

@@ -38,7 +38,6 @@ import torch
 from torch import nn
 
 from zeroshard.core.digest import Digest, first_unlike
-from zeroshard.core.precision import LossScaler
 from zeroshard.errors import StateError
 from zeroshard.memory import reads_wait
 from zeroshard.runtime.backward import Backward
@@ -99,13 +98,7 @@ class Finalizer:
     """Turns resting sums into averaged gradients, once per step."""
 
     def __init__(
-        self,
-        backward: Backward,
-        context: Context,
-        digest: Digest,
-        scaler: LossScaler | None,
-        *,
-        bad_steps: int = 3,
+        self, backward: Backward, context: Context, digest: Digest, *, bad_steps: int = 3
     ) -> None:
         self._skipped = 0  # as the ranks have agreed
         self.clipped = False  # since the last step
@@ -117,7 +110,7 @@ class Finalizer:
         self._head = struct.Struct(_HEAD.format(len(self._held[1])))
         self._probe = context.streams.probe
         self._digest = digest
-        self._scaler = scaler
+        self._scaler = context.options.loss_scaler
         # divides the sum: the number of ranks, or 1 where losses are weighted by shares. All ranks
         # count for every parameter: tokens of all pass through experts that some hold
         counts_ranks = backward.share is None and not backward.sums_ranks

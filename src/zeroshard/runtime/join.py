@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.transport import Transport
 from zeroshard.core.digest import holders
-from zeroshard.core.precision import LossScaler
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.schedule import Phase
 from zeroshard.errors import ConfigError, PlanMismatch, StateError
 from zeroshard.optim.sharded import ShardedOptimizer

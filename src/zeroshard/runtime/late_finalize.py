@@ -43,6 +43,7 @@ def serves(backward: Backward, context: Context) -> bool:
         and context.transport.device_sum is not None
         and context.axes.size == 1
         and not (backward.leaves or context.own or context.tiering.away)
+        and not context.precision.decodes  # that waits for the device anyway
         # elsewhere a multiplication by a number of the device rounds that first
         and {bucket.precision.accumulate for bucket in backward.buckets} == {torch.float32}
     )

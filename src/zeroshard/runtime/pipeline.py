@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.pipeline_orders import (
     BACKWARDS,
     COMPUTATIONS,
@@ -36,7 +37,6 @@ from zeroshard.core.pipeline_orders import (
     place,
 )
 from zeroshard.core.placement import OtherAxis
-from zeroshard.core.precision import LossScaler
 from zeroshard.errors import ConfigError, StateError
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.backward_pass import BackwardMode

@@ -31,7 +31,7 @@ from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.sliced_digest import place_of, placed_sum
 from zeroshard.errors import PlanMismatch
 from zeroshard.optim.sharded import ShardedOptimizer
-from zeroshard.optim.shards import ParamShard
+from zeroshard.optim.shards import ParamShard, StepMethod
 from zeroshard.optim.tiles import plain_tensors
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.flat_weights import FlatWeights
@@ -87,7 +87,7 @@ def compare_replicas(
             named[_weights_of(unit)] = digest_of(*resting)
     for shard, tensors in _stepped(optimizer):
         if copies[_state_of(shard.name)]:
-            named[_state_of(shard.name)] = digest_of(shard.tensor, *tensors)
+            named[_state_of(shard.name)] = digest_of(*tensors)
     answers = transport.control.share(named, _CALL)
     for name, group in ((name, group) for name, groups in copies.items() for group in groups):
         entries = [f"{name} = {answers[rank].get(name)}" for rank in group]
@@ -164,7 +164,7 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
     for shard, tensors in _stepped(optimizer):
         if shard.name in whole:
             name = _state_of(shard.name)
-            for tensor in (shard.tensor, *(each for each in tensors if each.dim())):
+            for tensor in (each for each in tensors if each.dim()):
                 sums[name] = sums.get(name, 0) + placed_sum(tensor, shard.piece.start)
     return sums
 
@@ -172,11 +172,14 @@ def _sums(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> dict[str
 def _stepped(
     optimizer: ShardedOptimizer | None,
 ) -> Iterator[tuple[ParamShard, list[torch.Tensor]]]:
-    """Yield what this rank steps, with the tensors of its state."""
+    """Yield what this rank steps, with its master and the tensors of its state."""
     if optimizer is not None:
         for shard in optimizer.pieces():
-            state = optimizer.states.of(shard).values()
-            yield shard, [tensor for value in state for tensor in plain_tensors(value)]
+            state, master = optimizer.states.of(shard).values(), shard.tensor.detach()
+            if shard.method is StepMethod.DECODED:
+                with shard.segment.master.borrowed(shard.start, shard.stop, write=False) as decoded:
+                    master = decoded
+            yield shard, [master, *(one for value in state for one in plain_tensors(value))]
 
 
 def _weights_of(unit: Unit) -> str:
@@ -255,7 +258,8 @@ class Recovery:
                 _SINCE,
                 f"the ranks have taken different parts of the step: {str(error).split('. ')[0]}",
             )
-        if optimizer.rests_elsewhere:  # and is not compared there
+        compared = (StepMethod.BY_USER, StepMethod.DECODED)
+        if any(tile.method not in compared for tile in optimizer.tiles):
             self._faults.lose(
                 _SINCE, "some ranks may have taken other parts of the step than others"
             )

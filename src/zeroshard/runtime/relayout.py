@@ -50,6 +50,7 @@ from zeroshard.runtime.segment_states import SegmentStates, states_at_rest
 from zeroshard.runtime.step_tiles import cut_tiles
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.local import leave_hollow
+from zeroshard.state.remainder import RemainderStorage
 from zeroshard.state.state import State, move
 from zeroshard.tier.stores import HostStore
 
@@ -123,6 +124,8 @@ class OffloadedStates:
                 self._put_memory(segment.key, flat.rest.tensor)
             if master is not None and master.tensor is not None and segment.aliased < master.split:
                 self._put_memory(segment.key, master.tensor)
+            elif master is not None and isinstance(master.away, RemainderStorage):
+                self._put_memory(segment.key, master.away.low)
         self._weights.availability.pause(_OFFLOADED)
 
     def end(self) -> None:

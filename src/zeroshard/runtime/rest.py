@@ -164,9 +164,11 @@ class Rest:
         self._weights.availability.check_trained()
         states = [segment.master for segment in self._trained if segment.master is not None]
         # also on a rank with none of them elsewhere
-        if any("optimizer" in segment.flat.context.tiering.away for segment in self._trained):
+        contexts = [segment.flat.context for segment in self._trained]
+        off_device = any("optimizer" in one.tiering.away for one in contexts)
+        if off_device or any(one.precision.master is not torch.float32 for one in contexts):
             raise ConfigError(
-                "the fp32 masters are offloaded and cannot be returned as device tensors, which"
-                " zs.EMA needs: leave offload.optimizer on the device"
+                "zs.EMA needs the fp32 masters as device tensors: leave offload.optimizer on the"
+                " device, and master= out of the precision"
             )
         return [state.whole for state in states]

@@ -24,7 +24,7 @@ from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.parameters import Parameters
 from zeroshard.state.state import DeviceMemory, State, flatten
-from zeroshard.tier.store import Store
+from zeroshard.tier.store import Storage, Store
 
 _TILE = 1 << 20  # elements that pass from one tier to another at a time
 
@@ -55,6 +55,7 @@ class Segment:
         # how many elements of the master, from its start, are those weights themselves
         self.aliased = 0
         self.lags = False  # whether the weights may be a step behind the master
+        self.writes_weights = False  # whether to write the master is to write the weights
         # whether a step may bring weights here from another tier, and has, or still does
         self.steps_elsewhere = bool(flat.context.tiering.away)
         self._unpublished = False
@@ -93,8 +94,10 @@ class Segment:
         """Whether every rank keeps the parameters whole, and what is written to them, alike on
         every rank, is trained on: they are the masters, or the masters follow (`take_writes`).
         """
-        is_late = self.bucket is not None and self.flat.context.tiering.delayed_update is not None
-        return self.flat.replicated and not self.flat.buffer.is_ours and not is_late
+        is_late = self.flat.context.tiering.delayed_update is not None
+        if self.bucket is not None and (is_late or self.bucket.precision.has_remainders):
+            return False
+        return self.flat.replicated and not self.flat.buffer.is_ours
 
     def watch(self, *, strict: bool) -> None:
         """Look for what the user writes to weights that are not the masters, and on the CPU, or on
@@ -149,13 +152,19 @@ class Segment:
         dtype: torch.dtype,
         store: Store | None,
         apart: bool = False,
+        remainder: Storage | None = None,
     ) -> None:
         """Take the weights as master where they have its dtype and lie where it rests; else
         allocate one, zeros on the device, undefined elsewhere.
 
         The first `split` elements rest on the device, the others in `store`. `apart`: never the
-        weights themselves, which are to lag behind.
+        weights themselves, which are to lag behind. `remainder`: the master, which is written and
+        read together with the weights.
         """
+        if remainder is not None:
+            self.master = self.own_master = State(None, remainder)
+            self.writes_weights = True
+            return
         weight, split = self.weight, self.split
         self.lags = apart
         there = Tier.DEVICE if weight.away is None else weight.away.tier
@@ -183,6 +192,8 @@ class Segment:
         master, or bring them into the master as `edits` of the weights.
         """
         with torch.no_grad():
+            if edits and self.own_master is not None:  # first: it may be read with the weights
+                self._edit_master(self.own_master, values)
             if self.flat.replicated:
                 for view, value in zip(self.flat.buffer.views, values, strict=True):
                     view.copy_(value)
@@ -190,11 +201,8 @@ class Segment:
                 self.rewritten = self.rewritten and not self.keeps_writes
             else:
                 _fill(self.flat.rest, self.flat.layout.pieces_in(self.flat.rest_span), values)
-            if self.own_master is not None:
-                if edits:
-                    self._edit_master(self.own_master, values)
-                else:
-                    _fill(self.own_master, self.stepped_pieces, values)
+            if self.own_master is not None and not edits:
+                _fill(self.own_master, self.stepped_pieces, values)
 
     def _edit_master(self, master: State, weights: Sequence[torch.Tensor]) -> None:
         """Let the master follow edited `weights`: see [Note: masters of edited weights] in
@@ -224,6 +232,8 @@ class Segment:
         """
         casts, master = list[tuple[torch.Tensor, torch.Tensor]](), self.own_master
         assert master is not None, self.key
+        if self.writes_weights:
+            return casts
         in_tiles = self.bucket is not None and self.bucket.accumulator.tiered
         spans = [] if in_tiles and not everything else [(self.aliased, master.split)]
         if everything:
@@ -315,18 +325,10 @@ class Segment:
         """Let what rests here on other tiers rest in memory of its own again, its contents
         undefined. Raises StorageError.
         """
-        for state in (
-            [self.weight]
-            if self._master_or_weight is self.weight
-            else [self.weight, self._master_or_weight]
-        ):
+        for state in dict.fromkeys((self.weight, self.master or self.weight)):
             store = None if state.away is None else store_of(state.away.tier)
             if store is not None:
                 state.renew(store)
-
-    @property
-    def _master_or_weight(self) -> State:
-        return self.weight if self.master is None else self.master
 
     def invalidate(self, *, frozen: bool) -> None:
         """Trained weights have been rewritten by a step, or they and `frozen` ones by a writeback

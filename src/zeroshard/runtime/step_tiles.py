@@ -171,7 +171,9 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
         assert isinstance(shares, WholeParameters), shares
         uncut = shares.uncut(segment.flat.stepped, segment.flat.layout)
     cuts: list[tuple[Range, StepMethod]] = []
-    if bucket.accumulator.tiered:
+    if bucket.precision.decodes:
+        cuts += [(span, StepMethod.DECODED) for span in whole_tiles(0, split, share, uncut)]
+    elif bucket.accumulator.tiered:
         cuts += [(span, StepMethod.ON_DEVICE) for span in whole_tiles(0, split, share, uncut)]
     elif split:
         cuts.append(((0, split), StepMethod.BY_USER))
@@ -185,7 +187,8 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
         for found in segment.flat.layout.pieces_in((base + start, base + stop)):
             piece = replace(found, shard_start=found.shard_start + start)
             if method.off_device or master.tensor is None:
-                numbers = placeholder((piece.numel,), master.dtype)
+                where = segment.flat.full.device if segment.writes_weights else "cpu"
+                numbers = placeholder((piece.numel,), master.dtype, where)
             else:
                 numbers = master.tensor[piece.shard_start : piece.shard_stop]
             shard = ParamShard(

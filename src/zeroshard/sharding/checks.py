@@ -87,6 +87,18 @@ def check_model(
             "ownership='whole_by_cost' deals out Muon's products, and"
             f" {class_name(optimizer)} computes none: use ownership='whole'"
         )
+    by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
+    if settings is not None and settings.ownership and by_matrix:
+        precision = settings.resolved_precision()
+        options = {"master='remainder'": precision.has_remainders}
+        options |= {"moments='bf16'": precision.rounds_moments}
+        found = [option for option, is_set in options.items() if is_set]
+        if found:
+            raise ConfigError(
+                f"optimizer {type(by_matrix[0]).__qualname__} steps whole parameters, and"
+                f" {found[0]} has them stepped in parts: leave it out, or take an"
+                " elementwise optimizer, for example torch.optim.AdamW"
+            )
 
 
 def check_whole_steps(

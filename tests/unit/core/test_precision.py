@@ -43,7 +43,7 @@ def test_any_field_may_be_given_by_name() -> None:
         ({"compute": "fp8"}, "'fp8' is not one of fp32, bf16, fp16"),
         ({"compute": torch.int8}, "int8"),
         ({"compute": "fp32", "reduce": "int8"}, "'int8'"),
-        ({"compute": "bf16", "master": "bf16"}, "master='bf16' is not supported"),
+        ({"compute": "fp16", "master": "fp16"}, "master='fp16' is not supported"),
         (
             {"compute": "bf16", "accumulate": "fp16"},
             "accumulate='fp16' must be 'fp32' or the compute dtype 'bf16'",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.core.precision import LossScaler
+from zeroshard.core.loss_scale import LossScaler
 from zeroshard.errors import ConfigError
 
 

@@ -18,6 +18,7 @@ _USUAL = {
     "communication_data_type": {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"},
     "data_types.grad_accum_dtype": {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32"},
 }
+_LOW = "bf16_master_weights_and_grads"
 Values = Mapping[str, Any]
 Options = dict[str, Any]  # of ours, by dotted name
 
@@ -138,7 +139,27 @@ def half(value: Any, values: Values, name: str) -> Options:
     if any(values[f"{key}.enabled"] for key, other in _HALVES.items() if other != name):
         raise ConfigError("bf16 and fp16 are both enabled: one of them decides")
     alone = all(values[key] in (None, usual[name]) for key, usual in _USUAL.items())
+    alone = alone and not values[f"bf16.{_LOW}"]
     return {"precision" if alone else "precision.compute": name}
+
+
+def low_masters(value: Any, values: Values) -> Options:
+    """bf16 weights as masters, with gradients at rest in bf16."""
+    if not value:
+        return {}
+    if not (values["bf16.enabled"] or values["bfloat16.enabled"]):
+        raise ConfigError("is for bf16: enable it")
+    if not values["bf16.bf16_optimizer_states"]:
+        raise ConfigError("moments are of the masters' dtype: set bf16_optimizer_states, too")
+    given = values["data_types.grad_accum_dtype"]
+    return {"precision.master": "bf16"} | ({} if given else {"precision.accumulate": "bf16"})
+
+
+def low_moments(value: Any, values: Values) -> Options:
+    """Nothing more: moments are of the masters' dtype."""
+    if value and not values[f"bf16.{_LOW}"]:
+        raise ConfigError(f"needs {_LOW} (of fp32 masters: precision.moments='bf16')")
+    return {}
 
 
 def dtype(value: Any, values: Values, key: str, state: str) -> Options:

@@ -301,8 +301,11 @@ _TABLE: dict[str, Any] = {
         "enabled": becomes(False, flag, _HALF.format("bf16"), to.half, "bf16"),
         "immediate_grad_update": tunes(False, "gradients are reduced as they are made"),
         "check_grad_overflow": tunes(True, "a step with gradients that are not finite is skipped"),
-        "bf16_master_weights_and_grads": refuses(False, "masters are fp32"),
-        "bf16_optimizer_states": refuses(False, "moments are fp32")},
+        "bf16_master_weights_and_grads": becomes(False, flag,
+            "bf16 weights are the masters, and gradients rest in bf16", to.low_masters),
+        "bf16_optimizer_states": becomes(False, flag,
+            "moments of bf16 masters, as torch's optimizers round them: in each operation, where"
+            " DeepSpeed's kernels round once a step", to.low_moments)},
     "bfloat16": {"enabled": becomes(False, flag, "an older name of bf16", to.half, "bf16")},
     "torch_autocast": {
         "enabled": refuses(False, "nothing enters autocast by itself",
