@@ -95,8 +95,8 @@ def check_model(
         found = [option for option, is_set in options.items() if is_set]
         if found:
             raise ConfigError(
-                f"optimizer {type(by_matrix[0]).__qualname__} steps whole parameters, and"
-                f" {found[0]} has them stepped in parts: leave it out, or take an"
+                f"optimizer {type(by_matrix[0]).__qualname__} steps whole parameters on the"
+                f" device, and {found[0]} steps them in parts: leave it out, or take an"
                 " elementwise optimizer, for example torch.optim.AdamW"
             )
 
