@@ -1,7 +1,7 @@
 """The names of Transformers' ``TrainingArguments(optim=...)``, one line of docs/optimizers.md each:
 all are there, they say what the table of rules says, and what is marked as tried trains with the
 bits of one process. Packages that are not here were: schedulefree 1.4.1, bitsandbytes 0.50.2,
-torch-optimi 0.3.3, in a folder on PYTHONPATH.
+torchao 0.18, torch-optimi 0.3.3, in a folder on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -222,6 +222,31 @@ def test_owned_and_equal_parts_move_and_rest_the_same_in_sum(world: int) -> None
     assert sums[0] == sums[1] == [numel, 12 * numel * (world - 1), 12 * numel]
 
 
+class MyAdamW(torch.optim.AdamW):
+    """Of a class that is not known."""
+
+
+@on_ranks(2)
+def test_an_optimizer_is_explained_off_the_device_and_after_a_repartition(rank: int) -> None:
+    model = _make("adamw")[0]
+    optimizer = MyAdamW(model.parameters())
+    offload = {"optimizer": "host", "delayed_update": 0}
+    engine = zs.shard(model, optimizer, units=[nn.Linear], offload=offload)
+    for changes in ({}, {"stage": 1, "offload": {}}, {"stage": 3, "shares": [0.25, 0.75]}):
+        if changes:
+            engine.repartition(**changes)
+        model(_batch(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (group,) = engine.explain_optimizer().groups
+        assert (group.kind, group.known_by, group.state_bytes) == ("elementwise", "probe", 8)
+        owned = engine.memory().at_rest["optimizer"] // 8
+        assert abs(owned - group.elements[rank]) < 64 * 6  # off the device, paddings rest
+        assert sum(group.elements) == sum(p.numel() for p in _make("adamw")[0].parameters())
+    assert group.imbalance == pytest.approx(1.5, rel=0.02)
+    engine.close()
+
+
 @on_ranks(1)
 def test_an_engine_without_an_optimizer_explains_none(rank: int) -> None:
     engine = zs.shard(nn.Linear(4, 4))

@@ -501,6 +501,11 @@ def test_what_is_stepped_by_elements_is_cut_where_that_evens_the_ranks(rank: int
     numel = sum(p.numel() for group in (*muon, *adamw) for p in group)
     trained = sum(p.numel() for p in _model().parameters() if p.requires_grad)
     assert abs(numel - trained / 2) < 4 * 64
+    told = engine.explain_optimizer().groups
+    kinds = [(one.optimizer.rpartition(".")[2], one.group, one.kind) for one in told]
+    adam = [("AdamW", group, "elementwise") for group in (0, 1)]
+    assert kinds == [("Muon", 0, "matrix"), *adam]
+    assert sum(one.elements[rank] for one in told) == numel
     engine.close()
 
 

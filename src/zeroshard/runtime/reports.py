@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from zeroshard.optim.copies import (
     state_after_trial,
     tried_rule,
 )
-from zeroshard.optim.several import groups_of, owner_of_group
+from zeroshard.optim.several import each_of
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.unit import Unit
@@ -203,19 +204,23 @@ class Accounts:
         if self._optimizer is None:
             raise StateError("engine.explain_optimizer(): zs.shard() was given no optimizer")
         self._optimizer.join()  # a step in a thread changes states
-        groups = range(len(self._optimizer.parameters))
-        return OptimizerReport(
-            self._context.transport.rank,
-            tuple(self._stepped_group(self._optimizer, index) for index in groups),
-        )
+        sharded, found = self._optimizer, list[SteppedGroup]()
+        for one in each_of(sharded.optimizer):
+            for group in range(len(one.param_groups)):
+                found.append(self._stepped_group(sharded, one, group, len(found)))
+        return OptimizerReport(self._context.transport.rank, tuple(found))
 
-    def _stepped_group(self, sharded: ShardedOptimizer, index: int) -> SteppedGroup:
-        optimizer = owner_of_group(sharded.optimizer, index)
+    def _stepped_group(
+        self, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, group: int, index: int
+    ) -> SteppedGroup:
+        """Describe param group `group` of `optimizer`, which is number `index` of all groups."""
         rule = known = known_rule(optimizer)
         if rule is None:  # zs.shard() has found it elementwise, or good for whole parameters
-            own_index = index - groups_of(sharded.optimizer, optimizer).start
-            by_shape = sharded.states.by_shape[index]
-            rule = tried_rule(optimizer, own_index) if by_shape else elementwise_rule(optimizer)
+            rule = (
+                tried_rule(optimizer, group)
+                if sharded.states.by_shape[index]
+                else elementwise_rule(optimizer)
+            )
         members = {id(parameter) for parameter in sharded.parameters[index]}
         owned: list[list[tuple[int, int]]] = []  # by rank: elements and cost of each parameter
         pairs = ((unit.cells.optim, one) for unit in self._units for one in unit.trainable)
@@ -233,7 +238,7 @@ class Accounts:
         cls = type(optimizer)
         return SteppedGroup(
             optimizer=f"{cls.__module__}.{cls.__qualname__}",
-            group=index,
+            group=group,
             kind=rule.kind.name,
             known_by="probe" if known is None else "table",
             why=rule.why,
@@ -241,26 +246,27 @@ class Accounts:
             parameters=tuple(map(len, owned)),
             elements=elements,
             largest=tuple(max((numel for numel, _ in mine), default=0) for mine in owned),
-            state_bytes=self._state_bytes(sharded, index),
+            state_bytes=self._state_bytes(sharded, optimizer, group, index),
             step_bytes=0,  # every rank has what it steps: pieces, or whole parameters
             imbalance=_imbalance(elements),
             cost_imbalance=_imbalance(costs) if rule.kind is MATRIX else None,
         )
 
-    def _state_bytes(self, sharded: ShardedOptimizer, index: int) -> float | None:
+    def _state_bytes(
+        self, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, group: int, index: int
+    ) -> float | None:
         """Return the bytes of state for each element of a param group."""
         shards = [one for one in sharded.pieces() if one.group == index]
         states = [sharded.states.of(shard) for shard in shards]
         numel = sum(shard.piece.numel for shard, state in zip(shards, states, strict=True) if state)
         if not numel:
-            group, device = sharded.optimizer.param_groups[index], self._context.device
+            options, device = optimizer.param_groups[group], self._context.device
             dtype, shape = shards[0].tensor.dtype if shards else torch.float32, (256, 256)
             try:
-                rule = owner_of_group(sharded.optimizer, index)
-                trial = state_after_trial(rule, group, dtype, device, device, shape)
+                trial = state_after_trial(optimizer, options, dtype, device, device, shape)
             except Exception:  # a rule for parameters of other shapes
                 return None
-            states, numel = [trial], 256 * 256
+            states, numel = [trial], math.prod(shape)
         values = [value for state in states for value in state.values()]
         return sum(map(_stored_bytes, values)) / numel
 
