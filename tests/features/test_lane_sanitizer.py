@@ -294,7 +294,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["TileRunner.wait"], "zero3", "late", "bf16"),
         (["TileRunner._step_on_host"], "zero3", "optimizer", "fp32"),
         (["Gradient.wait_writes"], "zero3", "grad", "fp32"),
-        (["_HostStorage.flush"], "zero3", "grad", "fp32"),
+        (["HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
         (["Bucket._move_sum"], "zero1", "grad", "bf16"),
         (["gather_bytes"], "zero3", "device", "bf16"),
@@ -324,7 +324,7 @@ def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found() ->
 def test_host_memory_that_the_host_writes_while_a_lane_copies_from_there_is_found(
     waits: bool,
 ) -> None:
-    without = [] if waits else ["_HostStorage._wait_for_opposite"]
+    without = [] if waits else ["HostStorage._wait_for_opposite"]
     sanitizer = LaneSanitizer(without=without)
     with sanitizer.watching():
         storage = HostStore(DEVICE).allocate("weights", 8, torch.float32)

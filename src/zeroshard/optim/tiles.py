@@ -11,8 +11,9 @@ user sees them. A key is at rest exactly where its value is the placeholder of i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zeroshard.optim.copies import flatten, state_after_trial
 from zeroshard.optim.shards import ParamShard, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
+from zeroshard.tier.store import Storage
 
 
 def fitted_grad(shard: ParamShard, flat: torch.Tensor | None) -> torch.Tensor | None:
@@ -92,10 +94,12 @@ class TileStates:
         opened: Sequence[dict[str, Any]],
         moments: dict[str, torch.Tensor],
         make: Callable[[str, torch.dtype], torch.Tensor],
+        into: dict[torch.Tensor, dict[str, Any]] | None = None,
     ) -> None:
         """Collect the `opened` state of a tile in `moments` (`make` makes room for a new key),
-        and give the optimizer placeholders.
+        and give the optimizer placeholders, or put them `into` a state that it may take later.
         """
+        into = self._optimizer.state if into is None else into
         for shard, state in zip(tile.shards, opened, strict=True):
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
@@ -110,7 +114,7 @@ class TileStates:
                     room.copy_(value)
                 state[key] = self._placeholder(shard.piece.numel, value.dtype)
             if state:
-                self._optimizer.state[shard.tensor] = state
+                into[shard.tensor] = state
 
     @contextmanager
     def lent(self, tile: Tile) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
@@ -251,12 +255,12 @@ class TileStates:
             with self.lent(tile):
                 pass
 
-    def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
-        """Return the bytes of the optimizer's own state of `tiles`, by tier."""
+    def bytes_by_tier(self, tiles: Sequence[Tile], more: Iterable[Storage]) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's own state of `tiles`, and of `more`, by tier."""
         out: dict[Tier, int] = {}
-        for segment in {tile.segment for tile in tiles}:
-            for storage in segment.moments.values():
-                out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
+        resting = (segment.moments.values() for segment in {tile.segment for tile in tiles})
+        for storage in chain(*resting, more):
+            out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
         for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.stride() != (0,):
                 out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + value.numel() * value.element_size()
