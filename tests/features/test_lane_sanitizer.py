@@ -45,6 +45,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "all": {"weight": "host", "grad": "host", "optimizer": "host"},
     "fraction": {"grad": "host", "optimizer": "host", "fraction": 0.4},
     "near fraction": {"optimizer": "host", "fraction": 0.4},
+    "ahead": {"grad": "host", "optimizer": "host", "step_in_backward": True},
     "late": {"grad": "host", "optimizer": "host", "delayed_update": 1},
     "all, late": {
         "weight": "host", "grad": "host", "optimizer": "host", "delayed_update": 1,

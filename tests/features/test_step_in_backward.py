@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +18,14 @@ from torch import nn
 import zeroshard as zs
 from tests.support import inside
 from tests.support.harness import run_ranks
-from tests.support.training import Routed, batch, two_groups
+from tests.support.training import Block, Net, batch, logged, make_model, two_groups
+from zeroshard.core.placement import Mesh, Tier
+from zeroshard.core.policy import ROWS
+from zeroshard.optim.runner import TileStep
+from zeroshard.planner.exact import LaidOut, rest_bytes
+from zeroshard.planner.modules import shape_of_module
+from zeroshard.runtime.drafts import DraftRunner
 
-HOST = {"grad": "host", "optimizer": "host"}
 STEPS = 42
 MICROS = ("one", "one", "one", "no_sync", "added", "accumulate")
 BETWEEN = (
@@ -34,14 +41,35 @@ BETWEEN = (
         "loaded",
         "dropped",
     ),
-    *("assigned", "edited", "counted", "raised", "twice", "kept", "zeroed", "weighed"),
+    *("assigned", "edited", "counted", "raised", "twice", "kept", "zeroed", "weighed", "written"),
 )
 CLIPS = {"clipped": 0.01, "loosely clipped": 1e9}
 
 
-def _model() -> Routed:
+class _Block(Block):
+    def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+        return super().forward(x) if whole else x + self.norm(x)
+
+
+class _Net(Net):
+    """A net that runs all, half or nothing of each block, as a route says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(19) for _ in range(4))
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, y: torch.Tensor, route: str = "wwww"
+    ) -> torch.Tensor:
+        h = self.embed(x)
+        for block, how in zip(self.blocks, route, strict=True):
+            h = h if how == "-" else block(h, whole=how == "w")
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+def _model() -> _Net:
     torch.manual_seed(0)
-    return Routed()
+    return _Net()
 
 
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -50,7 +78,7 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return two_groups(model, torch.optim.AdamW, fused=kind == "fused", lr=1e-3)
 
 
-def _first_edited(model: Routed) -> nn.Parameter:
+def _first_edited(model: _Net) -> nn.Parameter:
     return model.blocks[1].up.weight  # type: ignore[return-value]
 
 
@@ -83,13 +111,15 @@ class _Program:
         self.number = 0
         self.saved: int | None = None
 
-    def loss(self, factor: float = 1.0, route: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+    def loss(self, factor: float = 1.0, route: str = "wwww") -> torch.Tensor:
         self.number += 1
         return self.model(*batch(self.rank, self.number), route) * factor
 
     def backward(self, micro: str, factor: float, weight: float | None) -> None:
-        routes = [self.events.choice(((0, 1, 2, 3), (0, 2, 3), (0, 3))) for _ in range(3)]
-        route = routes[self.rank if self.row in ("zero1", "zero2") else 0]
+        may_differ = self.row in ("ddp", "zero1", "zero2")
+        routes = [self.events.choice(("wwww", "whww", "wwhh", "w-hw")) for _ in range(3)]
+        skips = "w-hw" in routes and not may_differ  # a unit that all gather, or none
+        route = "w-hw" if skips else routes[self.rank]
         run = functools.partial(self.engine.backward, weight=weight)
         if micro == "accumulate":
             first = self.number
@@ -149,6 +179,9 @@ class _Program:
         elif between == "edited":
             with engine.gathered(writeback=True):
                 _first_edited(self.model).data.mul_(1.01)
+        elif between == "written" and self.row in ("ddp", "zero1", "zero2"):  # whole on every rank
+            with torch.no_grad():
+                _first_edited(self.model).mul_(1.01)
         elif between == "counted":
             for state in optimizer.state.values():
                 if isinstance(state.get("step"), torch.Tensor):
@@ -172,7 +205,7 @@ class _Program:
     def _raise(self) -> None:
         def stop(grad: torch.Tensor) -> None:
             self.wait()
-            raise ZeroDivisionError
+            raise ZeroDivisionError  # in the middle of a backward
 
         def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             output.register_hook(stop)
@@ -230,3 +263,78 @@ def test_any_loop_has_the_bits_of_the_step_after_the_backward(
 ) -> None:
     for counts in run_ranks(world, _runs, seed, row, precision, str(tmp_path), timeout=120):
         assert counts["kept"] > 0 and counts["dropped"] > 0, counts
+
+
+def _three_steps(
+    rank: int = 0, row: str = "zero2", **tiers: Any
+) -> tuple[list[torch.Tensor], dict[str, int], zs.MemoryReport]:
+    model = make_model()
+    optimizer = two_groups(model)
+    offload = zs.Offload(grad="host", optimizer="host", **tiers)
+    engine = zs.shard(model, optimizer, policy=row, precision="fp16", offload=offload)
+    for number in range(3):
+        engine.backward(model(*batch(rank, number)))
+        if number < 2:
+            inside.await_drafts(engine)
+        optimizer.step()
+        optimizer.zero_grad()
+    out = [*engine.full_state_dict().values()], engine.tiles_ahead, engine.memory()
+    with logged() as lines:
+        engine.close()
+    assert lines == [], "all memory is given back"
+    return out
+
+
+def _plain_loop(rank: int, world: int) -> None:
+    expected, nothing, plain = _three_steps()
+    state, counts, report = _three_steps(step_in_backward=True)
+    assert all(map(torch.equal, expected, state))
+    assert nothing == {"kept": 0, "dropped": 0}
+    tiles = 6
+    assert counts["dropped"] - tiles <= tiles, "the first step makes the moments"
+    assert counts["kept"] >= tiles and sum(counts.values()) == 3 * tiles, counts
+    masters = plain.tiers["master"]["host"]
+    ahead = report.tiers["optimizer"]["host"]
+    assert ahead == 2 * plain.tiers["optimizer"]["host"] + masters
+    training = zs.Training("fp16", batch=1, step_in_backward=True)
+    laid_out = LaidOut(shape_of_module(make_model(), training), Mesh.of(1), training.align)
+    policy = ROWS["zero2"].tiered(Tier.DEVICE, Tier.HOST, Tier.HOST)
+    assert rest_bytes(laid_out, policy, training)["optimizer"][Tier.HOST] == ahead
+
+
+def test_what_nobody_changes_is_stepped_in_the_backward_and_takes_the_planned_bytes() -> None:
+    run_ranks(1, _plain_loop)
+
+
+def _averaged(rank: int, world: int) -> None:
+    expected, _, _ = _three_steps(rank, "ddp")
+    state, counts, _ = _three_steps(rank, "ddp", step_in_backward=True)
+    assert all(map(torch.equal, expected, state))
+    assert counts == {"kept": 0, "dropped": 0}
+
+
+def test_sums_that_other_ranks_average_are_stepped_after_the_backward() -> None:
+    run_ranks(2, _averaged)
+
+
+def _divided_meanwhile(rank: int, world: int) -> None:
+    step_ahead = DraftRunner._step_ahead
+
+    def wait_first(runner: DraftRunner, draft: Any, step: TileStep) -> None:
+        begin = time.monotonic()
+        while not step.gradient.divided_by and time.monotonic() - begin < 10:
+            time.sleep(1e-3)
+        step_ahead(runner, draft, step)
+
+    expected, _, _ = _three_steps()
+    with (
+        mock.patch.object(DraftRunner, "_step_ahead", wait_first),
+        mock.patch.object(inside, "await_drafts"),
+    ):
+        state, counts, _ = _three_steps(step_in_backward=True)
+    assert all(map(torch.equal, expected, state))
+    assert counts["kept"] == 0
+
+
+def test_a_gradient_that_is_divided_while_the_thread_reads_it_is_read_again() -> None:
+    run_ranks(1, _divided_meanwhile)

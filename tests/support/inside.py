@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import zeroshard as zs
+from benchmarks.paced_link import Paced
 from tests.support.endless_link import Endless
-from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport

@@ -460,6 +460,7 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         micro_batches=settings.gradient_accumulation_steps or (1 if budget is None else 2),
         accumulation_budget=budget,
         leaves=settings.leaves,
+        step_in_backward=settings.offload.step_in_backward,
     )
 
 
