@@ -23,7 +23,8 @@ OPTIONS = (
     "error feedback", "codecs and no_sync", "frozen in int4", "micro-batches", "no_sync of stage 2",
     "checkpointed on the host", "accumulate on the host", "off the device and back", "reset",
     "average", "repartition", "save and load", "everything on the host", "states on the host",
-    "everything late, fp32", "a fraction, fp32", "everything on disk", "inference, from the host",
+    "everything late, fp32", "in the backward", "a fraction, fp32", "everything on disk",
+    "inference, from the host",
     "to the host and back", "one curve, zero3", "decode, all on the host", "fused zero1",
     "fused, average", "fused, reset",
 )  # fmt: skip

@@ -100,7 +100,7 @@ WAITS: dict[str, tuple[str, Schedule]] = {
     "BounceBuffers.of.<locals>.carry": ("everything on disk", ("compute_last", 0)),
     "DeviceStorage.read": ("optimizer on disk", ("compute_first", 0)),
     "Gradient.fetch": ("gradients on disk", ("compute_first", 0)),
-    "TileRunner._run_in_thread": ("evaluated, gradients on the host", ("compute_last", 0)),
+    "TileRunner._call_on_stream": ("evaluated, gradients on the host", ("compute_last", 0)),
     "TileRunner.wait": ("save and load, gradients on the host", ("compute_first", 0)),
     "HostStorage._wait_for_opposite": ("evaluate and load, on the host", ("compute_first", 0)),
     "write_shard.<locals>.parts": ("save and load", ("compute_first", 0)),

@@ -302,7 +302,7 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["_fill"], "zero3", "optimizer", "bf16"),
         (["read_squares"], "zero3", "fraction", "fp32"),
         # the host has read the norm of the gradients by then, and so waited for compute
-        (["read_squares", "TileRunner._run_in_thread"], "zero3", "optimizer", "fp32"),
+        (["read_squares", "TileRunner._call_on_stream"], "zero3", "optimizer", "fp32"),
     ],
 )
 def test_each_wait_for_an_event_that_is_left_out_is_found(

@@ -176,13 +176,12 @@ class TileRunner:
             return self._pool.submit(call, *args)
         ready = self._module.Event()
         ready.record()
+        return self._pool.submit(self._call_on_stream, ready, call, *args)
 
-        def on_stream() -> None:
-            with self._module.stream(self._stream):
-                self._stream.wait_event(ready)
-                call(*args)
-
-        return self._pool.submit(on_stream)
+    def _call_on_stream(self, ready: Any, call: Callable[..., None], *args: Any) -> None:
+        with self._module.stream(self._stream):
+            self._stream.wait_event(ready)
+            call(*args)
 
     def _wait_until(self, over: threading.Event) -> None:
         over.wait()
