@@ -164,10 +164,11 @@ def _keep(result: Report, out: Path | None, index: int, run: Run) -> None:
 
 def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> None:
     """Copies, the host step and the disk step, nothing else running."""
-    parts = [part for part in ("copies", "host-step", "disk-step") if part in arguments.parts]
+    alone = ("copies", "host-step", "backward-step", "disk-step")
+    parts = [part for part in alone if part in arguments.parts]
     if not parts:
         return
-    from benchmarks.offload import copies, disk_step, host_step  # which import torch
+    from benchmarks.offload import backward_step, copies, disk_step, host_step  # they import torch
 
     runs: dict[str, tuple[int, Callable[..., Run]]] = {}
     if "copies" in parts and arguments.device == "cuda":
@@ -176,6 +177,9 @@ def _run_alone(result: Report, arguments: argparse.Namespace, path: Path) -> Non
         _leave_out(result, "copies between host and device: this run is on the CPU (--device cuda)")
     if "host-step" in parts:
         runs["host step"] = (arguments.pairs or 30, partial(host_step, arguments.elements))
+    if "backward-step" in parts:
+        step = partial(backward_step, arguments.elements)
+        runs["step in the backward"] = (arguments.pairs or 30, step)
     for grad in ("device", "disk") if "disk-step" in parts else ():
         runs[f"disk step, gradient on {grad}"] = (
             arguments.pairs or MIN_PAIRS,

@@ -4,6 +4,10 @@ step by itself, and the largest model.
     host step   the streamed step of states on the host, beside torch's fused AdamW on one tensor of
                 as many elements: with the weights on the host too, so that stepping is all there
                 is; and "weights back" to the device (on a CPU that is one more pass over memory)
+    backward    the same step after the backward, and in it (``step_in_backward``), on a link that
+                takes the time of a bus: seconds of ``optimizer.step()`` until nothing of it is
+                under way, and of an iteration with its forward and backward. The step is hidden
+                by 1 - (in it / after it)
     disk step   the streamed step of states on disk: read | step | write, beside two bounds that are
                 measured in the same turns:
                     raw      the same bytes read and written by plain threads (raw_disk.py), with no
@@ -29,8 +33,10 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -38,19 +44,23 @@ from torch import nn
 import zeroshard as zs
 from benchmarks.contenders import adamw
 from benchmarks.driver import ContenderError, Group, Options
+from benchmarks.paced_link import Paced
 from benchmarks.plan import LARGEST, LARGEST_SIZE, Size
 from benchmarks.raw_disk import Options as DiskOptions
 from benchmarks.raw_disk import Raw
 from benchmarks.results import ComparisonResult, ContenderResult, Largest, Run
 from zeroshard.core.placement import Tier
 from zeroshard.runtime.engine import states_of
+from zeroshard.sharding import api
 from zeroshard.tier.disk import DiskStore
 from zeroshard.tier.swapdir import SwapDirectory
 
 __all__ = [
+    "BACKWARD_TARGET",
     "DISK_TARGET",
     "HOST_TARGET",
     "OVERLAP_TARGET",
+    "backward_step",
     "copies",
     "disk_step",
     "host_step",
@@ -60,7 +70,11 @@ __all__ = [
 HOST_TARGET = 0.9  # of torch's elements per second
 DISK_TARGET = 0.85  # of the raw bandwidth
 OVERLAP_TARGET = 1 / 1.15  # of the speed that the slower of disk and computation allows
+BACKWARD_TARGET = 1 / 0.3  # seconds of the step after the backward by those in it: 70% are hidden
 _WIDTH = 2048
+_NARROW = 512  # many layers: sums of the last two to come are not seen to arrive in the backward
+_ROWS = 512  # of a micro-batch, with which the backward is as long as the step or longer
+_LINK = 8e9  # bytes per second, each way
 _PIECE = 1 << 20  # elements: as many as a tile has by default
 # bytes per parameter that must be free for an attempt: states, and what pinning rounds up
 _RESERVE = {Tier.HOST: 24, Tier.DISK: 20}
@@ -71,8 +85,10 @@ Advance = Callable[[str], None]
 class _Rig:
     """A stack of square layers whose states rest where `offload` says, in this process."""
 
-    def __init__(self, numel: int, row: str, offload: zs.Offload) -> None:
-        width = min(_WIDTH, max(1, math.isqrt(numel)))
+    def __init__(
+        self, numel: int, row: str, offload: zs.Offload, *, widest: int = _WIDTH, rows: int = 1
+    ) -> None:
+        width = min(widest, max(1, math.isqrt(numel)))
         torch.manual_seed(0)
         self._model = nn.Sequential(
             *(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2)))
@@ -80,14 +96,16 @@ class _Rig:
         self.numel = sum(parameter.numel() for parameter in self._model.parameters())
         self._optimizer = adamw(self._model.parameters())
         self._engine = zs.shard(self._model, self._optimizer, policy=row, offload=offload)
-        self._input = torch.randn(1, width)
+        self._input = torch.randn(rows, width)
         sharded = self._engine._sharded
         assert sharded is not None, offload
         self._runner = sharded.runner
         self.whole_s = 0.0  # of the last step, from the call until nothing of it is under way
+        self.iteration_s = 0.0  # with the forward and the backward
 
     def step(self) -> float:
         """Make a gradient, step, and return the seconds of the tiles."""
+        start = time.perf_counter()
         self._model(self._input).square().sum().backward()
         for store in self._engine._context.tiering.stores.values():
             for storage in getattr(store, "storages", []) if store.tier is Tier.DISK else []:
@@ -96,6 +114,7 @@ class _Rig:
         self._optimizer.step()
         states_of(self._engine).join_step()
         self.whole_s = time.perf_counter() - begin
+        self.iteration_s = time.perf_counter() - start
         self._optimizer.zero_grad()
         return self._runner.step_s
 
@@ -255,6 +274,37 @@ def host_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
         (whole, theirs, None),
     ]
     return _run("host step", rig.numel, seconds, {}, targets)
+
+
+def backward_step(numel: int, pairs: int, advance: Advance = lambda _: None) -> Run:
+    """Measure the host's step of about `numel` elements after the backward and in it."""
+
+    def rig(**options: Any) -> _Rig:
+        link = Paced(_LINK)
+        with mock.patch.object(api, "link_of", lambda device: link):
+            offload = zs.Offload(grad="host", optimizer="host", **options)
+            return _Rig(numel, "zero2", offload, widest=_NARROW, rows=_ROWS)
+
+    rigs = {"after the backward": rig(), "in it": rig(step_in_backward=True)}
+    iterations: dict[str, list[float]] = {name: [] for name in rigs}
+
+    def step(name: str) -> float:
+        rigs[name].step()
+        iterations[name].append(rigs[name].iteration_s)
+        return rigs[name].whole_s
+
+    ways: dict[str, Callable[[], float]] = {
+        f"optimizer.step(), {name}": partial(step, name) for name in rigs
+    }
+    seconds = _turns(ways, pairs, advance)
+    for name, taken in iterations.items():
+        seconds[f"iteration, {name}"] = taken[1:]
+    after, ahead, whole, whole_ahead = seconds
+    numel = rigs["in it"].numel
+    for one in rigs.values():
+        one.close()
+    targets = [(ahead, after, BACKWARD_TARGET), (whole_ahead, whole, None)]
+    return _run("step in the backward", numel, seconds, {}, targets)
 
 
 def disk_step(

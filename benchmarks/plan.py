@@ -166,6 +166,7 @@ OFFLOAD_PARTS = {
     "steps": "whole training steps of every contender",
     "copies": "copies between host and device, pinned and pageable (CUDA only)",
     "host-step": "the streamed host step beside torch's fused AdamW on one tensor",
+    "backward-step": "the host step inside the backward beside the step after it, on a paced link",
     "disk-step": (
         "the streamed disk step beside the same bytes read and written plainly, and beside the"
         " slower of disk and computation"

@@ -22,7 +22,7 @@ from benchmarks.contenders import Missing, Setup, builder_for
 from benchmarks.disk import step_row
 from benchmarks.driver import ContenderError, Options
 from benchmarks.model import GPT, Batches
-from benchmarks.offload import copies, disk_step, host_step, largest
+from benchmarks.offload import BACKWARD_TARGET, backward_step, copies, disk_step, host_step, largest
 from benchmarks.plan import (
     LARGEST,
     LARGEST_SIZE,
@@ -312,6 +312,13 @@ def test_a_step_alone_is_measured_turn_by_turn_and_the_bound_is_the_slower_of_tw
     } == {"disk step": 28, "raw": 28}
     assert list(tmp_path.iterdir()) == []
     assert [c.name for c in host_step(5000, 1).contenders][:2] == ["host step", "torch AdamW"]
+    run = backward_step(5000, 1)
+    assert [c.name for c in run.contenders] == [
+        f"{what}, {when}"
+        for what in ("optimizer.step()", "iteration")
+        for when in ("after the backward", "in it")
+    ]
+    assert [one.target for one in run.comparisons] == [BACKWARD_TARGET, None]
 
 
 def test_the_step_is_a_row_of_the_disk_benchmark(tmp_path: Path) -> None:

@@ -682,6 +682,8 @@ def _tiers() -> list[Case]:
         "states on the host": ("zero2", STATES),
         "gradients on the host": ("zero3", {"grad": "host"}),
         "everything on the host": ("zero3", HOST),
+        "in the backward": ("zero2", {**STATES, "step_in_backward": True}),
+        "everything in the backward": ("zero3", {**HOST, "step_in_backward": True}),
         "late": ("zero3", {**STATES, "delayed_update": 1}),
         "everything late": ("zero3", {**HOST, "delayed_update": 1}),
         "a fraction": ("zero2", {**STATES, "fraction": 0.4}),

@@ -21,7 +21,7 @@ NAMES = {
     " steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad hide_gradients"
     " optimizer_part",
-    "reports": "memory traffic reset_traffic trace trail offload_fraction",
+    "reports": "memory traffic reset_traffic trace trail offload_fraction tiles_ahead",
     "phases and the end": "offload_states reload_states repartition reset close",
 }
 

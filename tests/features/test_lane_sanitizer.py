@@ -45,6 +45,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "all": {"weight": "host", "grad": "host", "optimizer": "host"},
     "fraction": {"grad": "host", "optimizer": "host", "fraction": 0.4},
     "near fraction": {"optimizer": "host", "fraction": 0.4},
+    "ahead": {"grad": "host", "optimizer": "host", "step_in_backward": True},
     "late": {"grad": "host", "optimizer": "host", "delayed_update": 1},
     "all, late": {
         "weight": "host", "grad": "host", "optimizer": "host", "delayed_update": 1,
@@ -294,14 +295,14 @@ def test_each_fork_before_a_copy_of_checkpointed_inputs_is_needed() -> None:
         (["TileRunner.wait"], "zero3", "late", "bf16"),
         (["TileRunner._step_on_host"], "zero3", "optimizer", "fp32"),
         (["Gradient.wait_writes"], "zero3", "grad", "fp32"),
-        (["_HostStorage.flush"], "zero3", "grad", "fp32"),
+        (["HostStorage.flush"], "zero3", "grad", "fp32"),
         (["State.borrowed"], "zero3", "fraction", "bf16"),
         (["Bucket._move_sum"], "zero1", "grad", "bf16"),
         (["gather_bytes"], "zero3", "device", "bf16"),
         (["_fill"], "zero3", "optimizer", "bf16"),
         (["read_squares"], "zero3", "fraction", "fp32"),
         # the host has read the norm of the gradients by then, and so waited for compute
-        (["read_squares", "TileRunner._run_in_thread"], "zero3", "optimizer", "fp32"),
+        (["read_squares", "TileRunner._call_on_stream"], "zero3", "optimizer", "fp32"),
     ],
 )
 def test_each_wait_for_an_event_that_is_left_out_is_found(
@@ -324,7 +325,7 @@ def test_weights_stepped_on_the_device_without_a_mark_behind_them_are_found() ->
 def test_host_memory_that_the_host_writes_while_a_lane_copies_from_there_is_found(
     waits: bool,
 ) -> None:
-    without = [] if waits else ["_HostStorage._wait_for_opposite"]
+    without = [] if waits else ["HostStorage._wait_for_opposite"]
     sanitizer = LaneSanitizer(without=without)
     with sanitizer.watching():
         storage = HostStore(DEVICE).allocate("weights", 8, torch.float32)

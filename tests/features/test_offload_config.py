@@ -126,6 +126,25 @@ def test_wrong_keys_and_values_are_refused_in_one_line(offload: dict[str, Any], 
             ),
         ),
         ({"grad": "host", "fraction": "auto"}, "it needs offload.optimizer='host', not 'device'"),
+        (
+            {"step_in_backward": True},
+            "offload.step_in_backward has no effect while every state rests on the device",
+        ),
+        (
+            {**DISK, "step_in_backward": True},
+            (
+                "offload.step_in_backward steps states in host memory ahead: it needs"
+                " offload.optimizer='host', not 'disk'"
+            ),
+        ),
+        (
+            {**HOST, "step_in_backward": True, "delayed_update": 2},
+            "offload.step_in_backward and offload.delayed_update both decide when the host steps",
+        ),
+        (
+            {**HOST, "step_in_backward": True, "fraction": "auto"},
+            "offload.step_in_backward and offload.fraction='auto' both decide",
+        ),
     ],
 )
 def test_what_has_no_effect_or_makes_no_sense_is_refused_with_the_reason(

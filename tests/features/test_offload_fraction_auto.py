@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from benchmarks.paced_link import Paced
 from tests.support import inside
 from tests.support.harness import run_ranks
-from tests.support.paced_link import Paced
 from zeroshard.core.resting import balanced
 
 STEP_S = 4e-6  # per element, on either side

@@ -38,6 +38,7 @@ OWNED = 103_000  # from this seed on ranks may own whole parameters
 SEVERAL = 105_000  # from this seed on two optimizers may step one model
 BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
 SHAPED = 104_000  # from this seed on with states of other shapes
+AHEAD = 108_000  # from this seed on the host may step in the backward (_ahead)
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 REMAINDERS = 107_000  # from this seed on masters may rest as remainders
 TIERS = ("device", "host", "disk")
@@ -101,7 +102,8 @@ def _drawn(seed: int) -> Program:
     if seed >= LATER:
         program = _with_disturbances(program)
         program = _on_data(program) if seed >= LATEST else program
-        return _over_native(program) if seed >= NATIVE else program
+        program = _over_native(program) if seed >= NATIVE else program
+        return _ahead(program) if seed >= AHEAD else program
     if any("load" in step.between for step in program.steps):
         return replace(program, counted=False)
     return program
@@ -179,6 +181,26 @@ def _over_native(program: Program) -> Program:
         for step in program.steps
     )
     return replace(program, row=rng.choice(("ddp", "zero1", "zero2")), steps=steps)
+
+
+def _ahead(program: Program) -> Program:
+    """Let the host step in the backward, in most programs."""
+    rng = random.Random(f"ahead of {program.seed}")
+    tiers = [
+        (w, g, "host") for w in TIERS for g in TIERS if tiers_allowed(program.row, w, g, "host")
+    ]
+    if not tiers or rng.random() < 0.2:
+        return program
+    weight, grad, optimizer = rng.choice(tiers)
+    return replace(
+        program,
+        weight_tier=weight,
+        grad_tier=grad,
+        optimizer_tier=optimizer,
+        fraction=rng.choice((1.0, 1.0, 0.5)),
+        delayed=None,
+        ahead=True,
+    )
 
 
 def _with_late_updates(program: Program, rng: random.Random) -> Program:
@@ -523,6 +545,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "counted steps": _plain(counted=False),
     "readers": _plain(watched=""),
     "late updates": _plain(delayed=None),
+    "steps in the backward": _plain(ahead=False),
     "trails": _plain(trailed=False),
     "ranks without data": _steps(lambda s: replace(s, absent=())),
     "kept saves": _plain(keep_last=None),

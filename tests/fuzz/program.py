@@ -142,6 +142,7 @@ class Program:
     counted: bool = False  # the engine numbers the steps of leaves
     looks: bool = False  # for anomalies, in every step
     delayed: int | None = None  # Offload(delayed_update=)
+    ahead: bool = False  # Offload(step_in_backward=)
     keep_last: int | None = None  # of the saves
     watched: str = ""  # a thread reads weights meanwhile, on "all" ranks or on "one"
     trailed: bool = False  # in engine.trail(), which is compared with that of an undisturbed run
@@ -261,6 +262,8 @@ def repair(program: Program) -> Program:
         program = _repaired_leaves(program)
     if program.optimizer_tier == "device" or program.fraction != 1.0:
         program = replace(program, delayed=None)
+    if program.optimizer_tier != "host":
+        program = replace(program, ahead=False)
     if program.delayed is not None or program.precision == "fp16":
         # the run beside it has other numbers; NaN of a sum that overflows is any NaN
         program = replace(program, trailed=False)

@@ -44,6 +44,7 @@ from tests.fuzz.program import (
     num_leaves,
 )
 from tests.fuzz.reference import DECAY, DTYPES, ByHand, ByLeaves, Change, Saves, sum_of
+from tests.support import inside
 from tests.support.harness import RankError, run_ranks
 from tests.support.training import has_parameters
 from zeroshard.core.policy import ROWS
@@ -114,6 +115,7 @@ class Sharded:
         self.model, self.program, self.path = model, program, path
         self.optimizer = make_optimizer(program, dict(model.named_parameters()))
         self.engine = zs.shard(model, self.optimizer, **_options(program, model, path))
+        self.waits = random.Random(program.seed)  # for what the host steps in the backward
         self.ema = zs.EMA(self.engine, DECAY) if program.averaged else None
         self.saves = Saves(program.keep_last)
         self.savers: list[zs.Saver] = []
@@ -143,6 +145,8 @@ class Sharded:
             loss.backward(retain_graph=True)
         else:
             self.engine.backward(loss)
+        if self.program.ahead and self.waits.random() < 0.8:
+            inside.await_drafts(self.engine)
 
     def shadow(self, *, sync: bool, weights: Sequence[float]) -> None:
         """join() does it at its end."""
@@ -419,6 +423,7 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
                 "fraction": program.fraction,
                 **disk,
                 **({} if program.delayed is None else {"delayed_update": program.delayed}),
+                **({"step_in_backward": True} if program.ahead else {}),
             }
         )
     if program.leaves is not None:
@@ -853,11 +858,12 @@ def _undisturbed(program: Program) -> Program:
         replace(step, between=tuple(e for e in step.between if e not in (*NEUTRAL, *ROWS)))
         for step in program.steps
     )
-    away = dict.fromkeys(("weight_tier", "grad_tier", "optimizer_tier"), "device")
+    away: dict[str, Any] = dict.fromkeys(("weight_tier", "grad_tier", "optimizer_tier"), "device")
+    away["ahead"] = False
     row = "zero3" if program.row == "zero2" else "zero2"
     if program.branches and replace(program, row=row).gathers_in_step:
         row = "zero1"
-    return replace(program, steps=steps, row=row, fraction=1.0, watched="", **away)  # type: ignore[arg-type]
+    return replace(program, steps=steps, row=row, fraction=1.0, watched="", **away)
 
 
 def _part_of_trails(program: Program, rank: int, path: str) -> str:

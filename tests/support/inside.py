@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -16,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import zeroshard as zs
+from benchmarks.paced_link import Paced
 from tests.support.endless_link import Endless
-from tests.support.paced_link import Paced
 from zeroshard.comm.cpu import collectives
 from zeroshard.comm.levels import Levels
 from zeroshard.comm.transport import Transport
@@ -631,3 +632,11 @@ def close_stores(engine: zs.Engine) -> None:
     """
     states_of(engine).join_step()
     engine._context.tiering.close()
+
+
+def await_drafts(engine: zs.Engine) -> None:
+    """Return when what the host steps ahead is stepped."""
+    assert engine._sharded is not None
+    runner = engine._sharded.runner
+    for draft in getattr(runner, "_drafts", {}).values():
+        wait([draft._made])

@@ -306,6 +306,12 @@ class Offload(Strict):
     delayed_update: int | None = Field(
         default=None, ge=0, description="The step from which on updates are applied one step late."
     )
+    step_in_backward: bool = Field(
+        default=False,
+        description="Whether the host steps each unit's states as its gradients arrive, on a copy"
+        " that counts where neither an overflow nor a clip changes the step: the same bits, for the"
+        " host's share of masters and moments once more in host memory.",
+    )
     verify: bool = Field(
         default=False, description="Whether what is read from disk is checked against its hash."
     )
@@ -381,8 +387,10 @@ class Offload(Strict):
     def check(self) -> None:
         """Raise ConfigError for options without effect and invalid combinations."""
         away, defaults = self.leaving, Offload()
-        names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "verify")
-        given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        names = ("fraction", "disk_path", "staging_bytes", "delayed_update", "step_in_backward")
+        given = [
+            name for name in (*names, "verify") if getattr(self, name) != getattr(defaults, name)
+        ]
         if given and not away:
             raise ConfigError(
                 f"offload.{given[0]} has no effect while every state rests on the device: leave it"
@@ -409,6 +417,18 @@ class Offload(Strict):
                 "offload.fraction='auto' balances the steps of device and host: it needs"
                 f" offload.optimizer='host', not {self.optimizer!r}"
             )
+        if self.step_in_backward:
+            if self.optimizer != "host":
+                raise ConfigError(
+                    "offload.step_in_backward steps states in host memory ahead: it needs"
+                    f" offload.optimizer='host', not {self.optimizer!r}"
+                )
+            if self.delayed_update is not None or self.fraction == "auto":
+                other = "fraction='auto'" if self.fraction == "auto" else "delayed_update"
+                raise ConfigError(
+                    f"offload.step_in_backward and offload.{other} both decide when the host"
+                    " steps: leave one of them out"
+                )
         if self.delayed_update is not None:
             if "optimizer" in self.by_rank:
                 raise ConfigError(

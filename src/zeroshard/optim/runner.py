@@ -40,9 +40,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -59,6 +59,7 @@ from zeroshard.optim.several import tile_optimizer
 from zeroshard.optim.shards import StepMethod, Tile
 from zeroshard.optim.tiles import TileStates, reshape_state, shaped
 from zeroshard.state.gradient import Gradient
+from zeroshard.tier.store import Storage
 from zeroshard.tier.transfer import Memory
 
 
@@ -75,26 +76,32 @@ class StepOptions:
     whole: bool = False  # parameters are owned whole, so rules that go by matrices may step
     trimmer: Trimmer = field(default_factory=lambda: Trimmer(None))
     probe: Probe = field(default_factory=Probe)  # of tiles stepped and waited for
+    runner: type[TileRunner] | None = None  # the class that steps tiles, where it is another one
 
 
 @dataclass
-class _TileStep:
+class TileStep:
     """One tile to be stepped, and its numbers while they pass through memory."""
 
     tile: Tile
     gradient: Gradient
     used: list[bool]  # which of its shards are stepped
+    is_stepped: bool = False  # already, in the backward (runtime/drafts.py)
     buffers: _Buffers | None = None
     master: torch.Tensor | None = None
     grad: torch.Tensor | None = None
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def leave_out(self) -> None:
+        """It is stepped already: only its weights are to be brought."""
+        self.is_stepped = True
 
 
 @dataclass
 class StepJob:
     """One step to take: settled when it is made, so that it may be taken later."""
 
-    tiles: deque[_TileStep]
+    tiles: deque[TileStep]
     host: TileOptimizer
     device: TileOptimizer
     late: bool = False  # the weights are brought up to date by whoever waits for it
@@ -110,6 +117,8 @@ class TileRunner:
         self.was_late = False  # the last step that was started ends one step late
         self.step_s = 0.0  # how long the last step of the tiles took
         self._own_s = 0.0  # and the user's own part of it
+        # tiles that were stepped in the backward: they count, or were stepped again or not at all
+        self.ahead_counts = {"kept": 0, "dropped": 0}
         self._own_began: Any = None
         self._optimizer = optimizer
         self._states = states
@@ -153,36 +162,41 @@ class TileRunner:
             with self._options.probe.waiting("host"):
                 self.run(job)
             return
+        if not self.was_late:
+            for step in job.tiles:
+                step.tile.segment.stepped.clear()
+        over = threading.Event()
+        for step in job.tiles:
+            step.gradient.lend(partial(self._wait_until, over))
+        # the weights' last readers come before the first write
+        self._under_way = self._in_thread(self._run_in_thread, job, over)
+
+    def _in_thread(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        """Call `call` in the thread, after what compute was given so far."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-step")
             if self._away:
                 self._stream = self._module.Stream(self._options.device)
-        if not self.was_late:
-            for step in job.tiles:
-                step.tile.segment.stepped.clear()
-        ready = None
-        if self._stream is not None:
-            ready = self._module.Event()
-            ready.record()  # the weights' last readers come before the first write
-        over = threading.Event()
-        for step in job.tiles:
-            step.gradient.lend(partial(self._wait_until, over))
-        self._under_way = self._pool.submit(self._run_in_thread, job, ready, over)
+        if self._stream is None:
+            return self._pool.submit(call, *args)
+        ready = self._module.Event()
+        ready.record()
+        return self._pool.submit(self._call_on_stream, ready, call, *args)
+
+    def _call_on_stream(self, ready: Any, call: Callable[..., None], *args: Any) -> None:
+        with self._module.stream(self._stream):
+            self._stream.wait_event(ready)
+            call(*args)
 
     def _wait_until(self, over: threading.Event) -> None:
         over.wait()
         if self._stream is not None:
             self._module.current_stream(self._options.device).wait_stream(self._stream)
 
-    def _run_in_thread(self, job: StepJob, ready: Any, over: threading.Event) -> None:
+    def _run_in_thread(self, job: StepJob, over: threading.Event) -> None:
         segments = [step.tile.segment for step in job.tiles]
         try:
-            if self._stream is None:
-                self.run(job)
-                return
-            with self._module.stream(self._stream):
-                self._stream.wait_event(ready)
-                self.run(job)
+            self.run(job)
         finally:
             for segment in segments:
                 segment.stepped.set()
@@ -235,6 +249,14 @@ class TileRunner:
             if self._stream is not None:  # what it stepped on the device is read on this stream
                 self._module.current_stream(self._options.device).wait_stream(self._stream)
 
+    def settle(self) -> None:
+        """`wait`; what was stepped ahead, if anything, is stepped again."""
+        self.wait()
+
+    def ahead(self, keys: Container[str] | None) -> Iterable[Storage]:
+        """Return the memory of what is stepped ahead, of segments with these `keys` or of all."""
+        return ()
+
     def raise_failure(self) -> None:
         """Raise what a step that went on by itself has failed with, if it has ended so."""
         under_way = self._under_way
@@ -258,13 +280,13 @@ class TileRunner:
     # ------------------------------------------------------------------ a step
 
     def _job(self, tiles: Sequence[Tile]) -> StepJob | None:
-        steps: deque[_TileStep] = deque()
+        steps: deque[TileStep] = deque()
         for tile in tiles:
             if tile.method is StepMethod.BY_USER:
                 continue
             used = [shard.is_used() for shard in tile.shards]
             if any(used):
-                steps.append(_TileStep(tile, tile.segment.resting(), used))
+                steps.append(TileStep(tile, tile.segment.resting(), used))
         if not steps:
             return None
         return StepJob(
@@ -312,7 +334,7 @@ class TileRunner:
             for work in self._sent:  # the last ones: a link keeps its order
                 wait_on_host(work)
 
-    def _step_on_device(self, job: StepJob, step: _TileStep) -> None:
+    def _step_on_device(self, job: StepJob, step: TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
         self._states.widen(tile)
         opened = [self._states.entries(shard)[shard.tensor] for shard in tile.shards]
@@ -323,20 +345,23 @@ class TileRunner:
                 self._sent = segment.bring(tile.start, tile.stop, master, True, step.gradient)
         self._states.put_to_rest(tile)
 
-    def _step_on_host(self, job: StepJob, step: _TileStep) -> None:
+    def _step_on_host(self, job: StepJob, step: TileStep) -> None:
         tile, segment = step.tile, step.tile.segment
         from_rest = segment.can_bring_from_rest(tile.start, tile.stop)
-        with (
-            step.gradient.block(tile.start, tile.stop) as grad,
-            self._states.lent(tile) as (master, opened),
-        ):
-            self._step(job.host, step, master, opened, grad.cpu())
+        with ExitStack() as stack:
+            if step.is_stepped:
+                lent = segment.master.borrowed(tile.start, tile.stop, write=False)
+                master = stack.enter_context(lent)
+            else:
+                grad = stack.enter_context(step.gradient.block(tile.start, tile.stop))
+                master, opened = stack.enter_context(self._states.lent(tile))
+                self._step(job.host, step, master, opened, grad.cpu())
             if not (from_rest or job.late):
                 self._sent = segment.bring(tile.start, tile.stop, master, False, None)
         if from_rest and not job.late:
             self._sent = segment.bring_from_rest(tile.start, tile.stop)
 
-    def _read(self, step: _TileStep, buffers: _Buffers) -> None:
+    def _read(self, step: TileStep, buffers: _Buffers) -> None:
         """Start reading a tile that rests on disk into one set of the ring, when what was
         written from there is written.
         """
@@ -352,7 +377,7 @@ class TileRunner:
                 works.append(storage.read(*tile.moments_range, step.moments[key]))
         works += step.gradient.read(tile.start, tile.stop, step.grad)
 
-    def _step_read(self, job: StepJob, step: _TileStep) -> None:
+    def _step_read(self, job: StepJob, step: TileStep) -> None:
         """Step a tile that has been read, and start writing it."""
         tile, segment, buffers = step.tile, step.tile.segment, step.buffers
         master, grad = step.master, step.grad
@@ -373,7 +398,7 @@ class TileRunner:
     def _step(
         self,
         optimizer: TileOptimizer,
-        step: _TileStep,
+        step: TileStep,
         master: torch.Tensor,
         opened: list[dict[str, Any]],
         grad: torch.Tensor,

@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self.is_cut_off = False
         self.states = TileStates(optimizer, options.moments, whole=options.whole)
         self._shapes = self.states.whole  # the step sees some parameters in their shapes
-        self.runner = TileRunner(optimizer, self.states, options)
+        self.runner = (options.runner or TileRunner)(optimizer, self.states, options)
         self._groups: list[list[ParamShard]] = []
         self._segments: dict[SteppedSegment, list[ParamShard]] = {}
         self._empty: list[nn.Parameter | None] = []
@@ -260,12 +260,13 @@ class ShardedOptimizer:
         """Step `tiles` of an engine that is laid out anew; its state is in the optimizer and at
         rest already. No gradient rests.
         """
-        num_finished, num_steps = self.num_finished, self.runner.num_steps
-        self.runner.close()
+        num_finished, before = self.num_finished, self.runner
+        before.close()
         self._around_step, self._part, self._device = around_step, part, options.device
         self.is_cut_off = False
-        self.runner = TileRunner(self.optimizer, self.states, options)
-        self.continue_from(num_finished, num_steps)
+        self.runner = (options.runner or TileRunner)(self.optimizer, self.states, options)
+        self.runner.ahead_counts = before.ahead_counts
+        self.continue_from(num_finished, before.num_steps)
         self._empty = []
         self._take(tiles)
         self._point()
@@ -300,7 +301,7 @@ class ShardedOptimizer:
 
     def join(self) -> None:
         """Return when no step is under way: masters and moments may be read."""
-        self.runner.wait()
+        self.runner.settle()
 
     def pieces(self) -> Iterable[ParamShard]:
         """Return this rank's shards, by param group."""
@@ -328,7 +329,7 @@ class ShardedOptimizer:
         """
         self.join()  # a first step makes it
         tiles = [tile for tile in self.tiles if keys is None or tile.segment.key in keys]
-        return self.states.bytes_by_tier(tiles)
+        return self.states.bytes_by_tier(tiles, self.runner.ahead(keys))
 
     def part(self) -> dict[str, Any]:
         """Return this rank's ``state_dict()``, labelled with the rank that it belongs to."""
@@ -479,7 +480,8 @@ class ShardedOptimizer:
         take = self._around_step.before_step()
         self.is_cut_off = True
         self._step.has_begun = self._step.is_broken = True  # until the tiles have started
-        failed = not self._succeeds(self.join)  # the tiles' part of the step before ends first
+        # the tiles' part of the step before ends first
+        failed = not self._succeeds(self.runner.wait)
         if self.runner.lags:
             self._around_step.publish_late()
             self.runner.note_late(lags=False)

@@ -15,8 +15,9 @@ has one more dimension between steps, of size 1.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -35,6 +36,7 @@ from zeroshard.optim.several import each_of, owner, owner_of_group
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
+from zeroshard.tier.store import Storage
 
 
 def fitted_grad(shard: ParamShard, flat: torch.Tensor | None) -> torch.Tensor | None:
@@ -204,9 +206,10 @@ class TileStates:
         opened: Sequence[dict[str, Any]],
         moments: dict[str, torch.Tensor],
         make: Callable[[str, torch.dtype], torch.Tensor],
+        into: dict[torch.Tensor, dict[str, Any]] | None = None,
     ) -> None:
         """Collect the `opened` state of a tile in `moments` (`make` makes room for a new key),
-        and give the optimizer placeholders.
+        and give the optimizer placeholders, or put them `into` a state that it may take later.
         """
         for shard, state in zip(tile.shards, opened, strict=True):
             for key, value in state.items():
@@ -222,7 +225,7 @@ class TileStates:
                     room.copy_(value)
                 state[key] = self._placeholder(shard.piece.numel, value.dtype)
             if state:
-                self.entries(shard)[shard.tensor] = state
+                (self.entries(shard) if into is None else into)[shard.tensor] = state
 
     @contextmanager
     def lent(self, tile: Tile) -> Iterator[tuple[torch.Tensor, list[dict[str, Any]]]]:
@@ -393,12 +396,12 @@ class TileStates:
                 if value.dtype in (torch.float32, self._rounded):
                     self.of(shard)[key] = value.to(dtype)
 
-    def bytes_by_tier(self, tiles: Sequence[Tile]) -> dict[Tier, int]:
-        """Return the bytes of the optimizer's own state of `tiles`, by tier."""
+    def bytes_by_tier(self, tiles: Sequence[Tile], more: Iterable[Storage]) -> dict[Tier, int]:
+        """Return the bytes of the optimizer's own state of `tiles`, and of `more`, by tier."""
         out: dict[Tier, int] = {}
-        for segment in {tile.segment for tile in tiles}:
-            for storage in segment.moments.values():
-                out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
+        resting = (segment.moments.values() for segment in {tile.segment for tile in tiles})
+        for storage in chain(*resting, more):
+            out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
         known: set[int] = set()  # tables that parameters share count once
         for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
             for one in plain_tensors(value):

@@ -315,6 +315,10 @@ def _group_bytes(
         away = sum(every)
     if away:
         out["optimizer"][cells.optim.tier] = away
+    beside = out.get("master", {}).get(cells.optim.tier, 0)
+    alone = len(one.layout.members(rank, one.layout.scope(cells.optim))) == 1
+    if training.step_in_backward and pieces and beside and alone and cells.optim.tier is Tier.HOST:
+        out["optimizer"][Tier.HOST] = 2 * away + beside  # the copies that are stepped
     return out
 
 

@@ -84,7 +84,8 @@ class Training:
 
     `weight_codec`, `grad_codec`, `frozen_codec`, `codec_block` and `error_feedback` are as in
     ``zs.Comm``; rows that take no such codec are not planned. `fraction` is as in ``zs.Offload``:
-    the share of each state that leaves the device where the row's tiers let it leave.
+    the share of each state that leaves the device where the row's tiers let it leave, and
+    `step_in_backward`: states on the host take their bytes there once more.
     `accumulation_budget` is as in ``zs.shard``, in bytes or text ("2GiB"): rows in which it has no
     effect, or holds no unit, are planned as they are without. `leaves` is as in ``zs.shard``: the
     micro-batches of a step over all GPUs, in place of `micro_batches`.
@@ -103,6 +104,7 @@ class Training:
     codec_block: int = 256
     error_feedback: bool = False
     fraction: float = 1.0
+    step_in_backward: bool = False
     accumulation_budget: int | str | None = None
     leaves: int | str | None = None
     master: str = "fp32"

@@ -464,6 +464,7 @@ def _training(optimizer: torch.optim.Optimizer | None, settings: Config) -> Trai
         leaves=settings.leaves,
         master=dtype_name(precision.master),
         moments="fp32" if precision.moments is None and precision.stepped.itemsize > 2 else "bf16",
+        step_in_backward=settings.offload.step_in_backward,
     )
 
 

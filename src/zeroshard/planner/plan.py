@@ -264,6 +264,8 @@ class Plan:
                 out["offload"]["disk_path"] = disk_path
             if training.fraction < 1.0:
                 out["offload"]["fraction"] = training.fraction
+            if training.step_in_backward and away.get("optimizer") == Tier.HOST.value:
+                out["offload"]["step_in_backward"] = True
         if row.whole_gradients:
             out["accumulation_budget"] = training.accumulation_bytes
         if training.leaves is not None:

@@ -31,6 +31,7 @@ from zeroshard.runtime.access import StateAccess
 from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.build import make_weights_and_gradients, step_settings
 from zeroshard.runtime.context import Context
+from zeroshard.runtime.drafts import draft_steps
 from zeroshard.runtime.events import StepEvents
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.guards import Watch
@@ -346,6 +347,8 @@ class Assembly:
         self._listeners.attach(sharded, tiles)
         self._states.attach(sharded)
         self._backward.attach(sharded)
+        if self._context.tiering.step_in_backward:
+            draft_steps(self._weights, self._backward, sharded, self._finalizer, self._scaler)
 
     def _rejoin(self, cut: Sequence[list[Tile]]) -> None:
         """Step the optimizer that these parts have taken over, in the tiles `cut`."""

@@ -33,6 +33,7 @@ from zeroshard.runtime.backward import Backward
 from zeroshard.runtime.bucket import Bucket
 from zeroshard.runtime.context import Context, Dtypes, SegmentPlan
 from zeroshard.runtime.decisions import Decisions
+from zeroshard.runtime.drafts import DraftingReductions, DraftRunner
 from zeroshard.runtime.finalize import Finalizer
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.grad import Accumulator
@@ -479,7 +480,7 @@ def make_weights_and_gradients(
     )
     schedule = Schedule(residencies, rules, context.meter)
     streams = context.streams
-    reductions = Reductions(
+    reductions = (DraftingReductions if context.tiering.step_in_backward else Reductions)(
         units,
         schedule.reduces,
         streams=streams,
@@ -519,4 +520,5 @@ def step_settings(
         whole=isinstance(context.options.shares, WholeParameters),
         trimmer=tiering.trimmer,
         probe=context.streams.probe,
+        runner=DraftRunner if tiering.step_in_backward else None,
     )

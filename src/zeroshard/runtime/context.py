@@ -218,6 +218,7 @@ class Tiering:
     automatic: bool = False  # the optimizer's fraction follows what is measured
     least: float = 0.0  # of that fraction: what the device has no room for
     delayed_update: int | None = None  # steps before updates are applied one step late; None: never
+    step_in_backward: bool = False  # the host steps what has come, ahead (drafts.py)
 
     @cached_property
     def trimmer(self) -> Trimmer:

@@ -258,6 +258,13 @@ class Engine(Assembly):
         balance = None if self._tiles is None else self._tiles.balance
         return None if balance is None else balance.fraction
 
+    @property
+    def tiles_ahead(self) -> dict[str, int]:
+        """Tiles that the host has stepped in backwards (``offload.step_in_backward``): how many
+        were "kept", and "dropped" because the step was another one than assumed.
+        """
+        return {} if self._sharded is None else dict(self._sharded.runner.ahead_counts)
+
     # ------------------------------------------------------------------ a step
 
     def backward(

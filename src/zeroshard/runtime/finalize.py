@@ -174,7 +174,7 @@ class Finalizer:
             return self._finite
         if self._assigned.replace_sums():
             backward.accumulation.assign(scaled=self._scaler is not None)
-        ignored, divisor = backward.frozen.note(backward.decisions), self._divisor()
+        ignored, divisor = backward.frozen.note(backward.decisions), self.divisor()
         with self._axes.together(_STEP) as meeting:
             answers = self._average_and_compare(divisor, norm)
             if True in {answer.unreduced for answer in answers}:
@@ -264,7 +264,7 @@ class Finalizer:
                 raise StateError(DIVERGED.format(self._bad_in_a_row, f"parameter {name!r}"))
         self._finite = False
 
-    def _divisor(self) -> float:
+    def divisor(self) -> float:
         """Return the number by which sums are divided, but for the weights of losses."""
         here, scale = self._backward.accumulation, 1.0
         if self._scaler is not None and here.has_gradient:

@@ -289,6 +289,7 @@ def _make_tiering(request: ShardRequest, mesh_axes: MeshAxes, device: torch.devi
         staging_bytes=offload.staging_bytes or Tiering.staging_bytes,
         automatic=automatic,
         delayed_update=offload.delayed_update,
+        step_in_backward=offload.step_in_backward,
     )
 
 

@@ -86,7 +86,7 @@ class Gradient:
         self._memory = memory
         self._idle = idle
         self._note = note
-        self._divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
+        self.divided_by = 0.0  # the ranks and the loss scale, once averaged; 0 while it is a sum
         self._weight = 0.0  # part of that: the sum of weights, once divided by it
         # of groups of ranges on an accelerator: sums of squares that the host has read
         self._squares: dict[tuple[Range, ...], ExactSum] = {}
@@ -188,17 +188,17 @@ class Gradient:
 
     def reopen(self) -> None:
         """Turn range `own` of an average back into a sum, to which more is added."""
-        if not self._divided_by:
+        if not self.divided_by:
             return
         self._begin_change()
         with self.losing():
             self.wait_writes()
-            changes = self.pending or self._divided_by != 1.0
+            changes = self.pending or self.divided_by != 1.0
             for _, there in self.blocks(*self._own, write=True) if changes else ():
                 self.apply_to(there)
-                there.mul_(self._divided_by)
+                there.mul_(self.divided_by)
         self.pending.clear()
-        self._divided_by = self._weight = 0.0
+        self.divided_by = self._weight = 0.0
 
     # ------------------------------------------------------------------ what is done to it
 
@@ -209,7 +209,7 @@ class Gradient:
         self._begin_change()
         if not self._weight:
             self._weight = weight
-            self._divided_by *= weight
+            self.divided_by *= weight
             self._change("div", weight)
 
     def scale(self, factor: float | torch.Tensor) -> None:
@@ -263,8 +263,7 @@ class Gradient:
         if self.lost is not None:
             return False
         # the sum of all numbers may have overflowed by itself
-        is_known = not self.on_device and self._passed.is_finite()
-        return is_known or self.is_finite(*self._own)
+        return (not self.on_device and self._passed.is_finite()) or self.is_finite(*self._own)
 
     # ------------------------------------------------------------------ who reads and writes it
 
@@ -369,9 +368,9 @@ def average(gradients: Sequence[Gradient], divisor: float) -> list[str]:
     """
     sums, averages = list[torch.Tensor](), list[torch.Tensor]()
     for one in gradients:
-        is_sum = not one._divided_by
+        is_sum = not one.divided_by
         if is_sum:
-            one._divided_by = divisor
+            one.divided_by = divisor
         if one.on_device:
             (sums if is_sum else averages).append(one.fetch(*one._own))
         elif is_sum and divisor != 1.0:

@@ -39,9 +39,9 @@ class HostStore:
         self.probe = Probe()
         self.link = link_of(device) if link is None else link
         self._pinned = device.type != "cpu"
-        self.storages: list[_HostStorage] = []
+        self.storages: list[HostStorage] = []
 
-    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> _HostStorage:
+    def allocate(self, key: str, numel: int, dtype: torch.dtype) -> HostStorage:
         num_bytes = numel * dtype.itemsize
         try:
             memory = self._memory(num_bytes)
@@ -49,7 +49,7 @@ class HostStore:
             raise StorageError(
                 f"{key}: no {num_bytes} bytes of host memory ({error}): put less of it on the host"
             ) from None
-        storage = _HostStorage(self, key, numel, dtype, memory)
+        storage = HostStorage(self, key, numel, dtype, memory)
         self.storages.append(storage)
         self.account.add(num_bytes)
         return storage
@@ -57,7 +57,7 @@ class HostStore:
     def _memory(self, num_bytes: int) -> memoryview:
         return host_memory(num_bytes, pinned=self._pinned)
 
-    def remove(self, storage: _HostStorage) -> None:
+    def remove(self, storage: HostStorage) -> None:
         """Stop counting `storage`, which was closed."""
         self.storages.remove(storage)
         self.account.remove(storage.numel * storage.dtype.itemsize)
@@ -68,7 +68,7 @@ class HostStore:
         self.link.close()
 
 
-class _HostStorage:
+class HostStorage:
     """A range of host memory."""
 
     def __init__(
@@ -80,6 +80,7 @@ class _HostStorage:
         self.tier = store.tier
         self._store = store
         self._memory = memory
+        self.version = 0  # how often numbers were written to it
         # copies: start, stop, whether it writes here
         self._under_way: list[tuple[int, int, bool, Work]] = []
 
@@ -100,7 +101,9 @@ class _HostStorage:
 
     def write(self, start: int, stop: int, source: torch.Tensor) -> Work:
         self._wait_for_opposite(start, stop, source, writes=True)
-        return self._copy(start, stop, source, writes=True)
+        work = self._copy(start, stop, source, writes=True)
+        self.version += 1
+        return work
 
     def _copy(self, start: int, stop: int, other: torch.Tensor, *, writes: bool) -> Work:
         recording, here = self._store.probe.recording, self._tensor(start, stop)
@@ -140,7 +143,15 @@ class _HostStorage:
         try:
             yield tensor
         finally:
+            self.version += write
             to_placeholder(tensor)
+
+    def change_places(self, other: HostStorage) -> None:
+        """Let the numbers of `other`, as many of the same dtype, rest here, and these there."""
+        for one in (self, other):
+            one.flush(0, one.numel, write=True)
+            one.version += 1
+        self._memory, other._memory = other._memory, self._memory
 
     def close(self) -> None:
         if self in self._store.storages:

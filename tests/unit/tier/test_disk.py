@@ -32,10 +32,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.paced_link import Paced
 from tests.support.broken_storage import file_limit
 from tests.support.harness import ROOT
 from tests.support.launched import PATHS
-from tests.support.paced_link import Paced
 from zeroshard.core.layout import round_up
 from zeroshard.errors import StorageError
 from zeroshard.tier import disk, swapdir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.paced_link import Paced
+from benchmarks.paced_link import Paced
 
 
 @pytest.mark.parametrize("overlap", [True, False])

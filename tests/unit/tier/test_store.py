@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.paced_link import Paced
+from benchmarks.paced_link import Paced
 from zeroshard.core.placement import Tier
 from zeroshard.core.work import Work
 from zeroshard.tier import disk
