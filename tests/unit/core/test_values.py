@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.shard_files import DTYPES, as_bytes
-from zeroshard.checkpoint.values import decode, encode
+from zeroshard.core.values import decode, encode
 
 
 def there_and_back(value: Any) -> Any:
