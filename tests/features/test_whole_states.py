@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 import zeroshard as zs
 from tests.features.test_elastic import kept_at, servers
 from tests.support.harness import on_ranks, run_ranks
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
 from zeroshard.formats.export import export
 from zeroshard.runtime.engine import states_of
@@ -472,6 +474,9 @@ def test_a_checkpoint_has_them_in_its_files_with_hashes(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (entry,) = [one for one in manifest["tensors"] if one["kind"] == "0.weight|state.m@0"]
     assert entry["dtype"] == "U8" and entry["shape"] == [192, 24] and len(entry["hashes"]) == 1
+    parsed = Manifest.parse((path / "manifest.json").read_bytes(), "")
+    kinds = {one["kind"] for one in summarize(parsed)["tensors"]}
+    assert {"value", "state.m", "state.v", "state.absmax m", "state.table"} <= kinds
     zs.load(tmp_path, engine)
     export(path, tmp_path / "step.pt", "torch")
     content = torch.load(tmp_path / "step.pt")["optimizer"]["0.weight"]

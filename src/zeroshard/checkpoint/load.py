@@ -51,9 +51,9 @@ from zeroshard.checkpoint.rank_part import (
 )
 from zeroshard.checkpoint.step_reader import Match, StepReader, Wanted
 from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
-from zeroshard.checkpoint.values import common_part, decode
 from zeroshard.core.boxes import Span
 from zeroshard.core.placement import STATE, VALUE, Part, Tier
+from zeroshard.core.values import common_part, decode
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import TRIAL_SHAPE, WHOLE, fitted_state, flatten, state_after_trial
 from zeroshard.optim.several import class_name, owner, owner_of_group

@@ -49,7 +49,7 @@ BUFFER = "buffer/"  # before the name of one
 MAX_BYTES = 512 << 20  # of a manifest's text
 MAX_CHUNK_BYTES = 1 << 30  # a reader needs that much memory
 MAX_HEADER_BYTES = 100_000_008  # safetensors reads no longer ones
-# of states in JSON: values.py writes three levels for one of Python's, a hundred times
+# of states in JSON: core/values.py writes three levels for one of Python's, a hundred times
 MAX_DEPTH = 320
 ITEMSIZE = {  # by safetensors' names
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4,

@@ -33,9 +33,9 @@ from zeroshard.checkpoint.manifest import (
     digest,
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
-from zeroshard.checkpoint.values import decode, encode, no_tensors
 from zeroshard.core.boxes import Box, box_of
 from zeroshard.core.placement import STATE, VALUE, Part
+from zeroshard.core.values import decode, encode, no_tensors
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.copies import KEPT_STATES
 from zeroshard.optim.several import class_name

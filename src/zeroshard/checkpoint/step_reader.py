@@ -30,9 +30,9 @@ from zeroshard.checkpoint.rank_part import (
 )
 from zeroshard.checkpoint.shard_files import OpenShards, ShardReader, describe_range, read_span
 from zeroshard.checkpoint.steps import MANIFEST, StepFiles, StepGone
-from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span
 from zeroshard.core.placement import STATE, VALUE
+from zeroshard.core.values import decode
 from zeroshard.errors import CheckpointError
 from zeroshard.memory import Trimmer
 from zeroshard.optim.several import class_name

@@ -534,7 +534,7 @@ def summarize(manifest: Manifest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded value (values.py) without its tags; a tuple becomes a list."""
+    """Return an encoded value (core/values.py) without its tags; a tuple becomes a list."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):

@@ -46,9 +46,9 @@ from zeroshard.checkpoint.shard_files import (
     write_new,
 )
 from zeroshard.checkpoint.steps import StepFiles
-from zeroshard.checkpoint.values import decode
 from zeroshard.core.boxes import Span, part_at
 from zeroshard.core.placement import STATE, VALUE, Part
+from zeroshard.core.values import decode
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 

@@ -26,8 +26,8 @@ import torch
 
 from zeroshard.checkpoint.manifest import BUFFER, ParameterEntry, TensorEntry, row_stride
 from zeroshard.checkpoint.shard_files import Stored, dtype_code
-from zeroshard.checkpoint.values import encode, no_tensors, require_dense
 from zeroshard.core.placement import STATE, VALUE
+from zeroshard.core.values import encode, no_tensors, require_dense
 from zeroshard.errors import CheckpointError
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")

@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.values import decode, encode
 from zeroshard.comm.groups import HandOver
 from zeroshard.comm.levels import Transports
 from zeroshard.core.layout import Layout, Range
 from zeroshard.core.placement import VALUE, Cells
+from zeroshard.core.values import decode, encode
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
 from zeroshard.optim.copies import KEPT_STATES, flatten

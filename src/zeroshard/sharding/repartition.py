@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.checkpoint.rank_part import encoded_options, generators, restore_generators
 from zeroshard.checkpoint.save import end_saves
-from zeroshard.checkpoint.values import decode, encode
 from zeroshard.comm.device_mesh import MeshAxes, mesh_axes_of
 from zeroshard.comm.groups import HandOver, HandOverError
 from zeroshard.comm.ranks import Ranks
@@ -38,6 +37,7 @@ from zeroshard.config import AUTO, Config, build_config
 from zeroshard.core.digest import first_difference, holders
 from zeroshard.core.placement import Tier
 from zeroshard.core.shares import shares_of
+from zeroshard.core.values import decode, encode
 from zeroshard.errors import (
     CheckpointError,
     ConfigError,

@@ -191,7 +191,9 @@ def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return _decode(value, fetch, 0)
     except CheckpointError:  # of fetch
         raise
-    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError) as error:
+    except (
+        AssertionError, AttributeError, LookupError, OverflowError, RuntimeError, TypeError
+    ) as error:  # fmt: skip
         raise ValueError(f"a value has no meaning: {type(error).__name__}: {error}") from error
 
 

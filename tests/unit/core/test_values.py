@@ -19,10 +19,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from zeroshard import CheckpointError
 from zeroshard.checkpoint.shard_files import DTYPES, as_bytes
-from zeroshard.checkpoint.values import decode, encode
+from zeroshard.core.values import decode, encode
 
 
 def there_and_back(value: Any) -> Any:
@@ -350,6 +351,10 @@ def test_a_hundred_levels_come_back_and_one_more_is_refused(wrap: Callable[[Any]
         {"$bytes": "?"},
         {"$bytes": 1},
         {"$": 1},
+        {"$subclass": ["os.system", {}, [], [], []]},
+        {"$subclass": ["torch.nn.parameter.Parameter", {}, [], [], []]},
+        {"$subclass": ["torch.testing._internal.two_tensor.TwoTensor", {}, None, [], []]},
+        {"$subclass": []},
         _nested(300, lambda x: [x]),
         _nested(100_000, lambda x: {"a": x}),
     ],
@@ -358,6 +363,13 @@ def test_a_hundred_levels_come_back_and_one_more_is_refused(wrap: Callable[[Any]
 def test_what_encode_does_not_write_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
         decode(value, {"half": torch.zeros(1, dtype=torch.bfloat16)}.__getitem__)
+
+
+def test_a_tensor_that_wraps_others_comes_back_by_its_own_words() -> None:
+    value = TwoTensor(torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.int64))
+    found = there_and_back({"state": [value]})["state"][0]
+    assert type(found) is TwoTensor and found.shape == (2, 3)
+    assert torch.equal(found.a, value.a) and torch.equal(found.b, value.b)
 
 
 def test_an_error_of_the_file_stays_what_it_is() -> None:
