@@ -22,7 +22,7 @@ from tests.support.harness import run_ranks
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.core.placement import Mesh, Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.core.shares import shares_of
+from zeroshard.core.shares import WholeParameters, shares_of
 from zeroshard.planner.durations import checkpoint_bytes
 from zeroshard.planner.exact import LaidOut, rest_bytes, traffic_bytes, with_budget
 from zeroshard.planner.modules import shape_of_module
@@ -167,9 +167,9 @@ def _sharded(
 def _pairs(rank: int, case: Case, path: Path) -> list[tuple[str, Any, Any]]:
     """Train one case; return what was planned and what the engine reports where they differ."""
     (world, node_size), training, model = case.ranks, case.training, case.build()
-    mesh, cut = Mesh.of(world, node_size), case.shares
-    if cut is not None and cut != "whole":
-        cut = shares_of(cut)
+    mesh, cut = Mesh.of(world, node_size), None
+    if case.shares is not None:
+        cut = WholeParameters() if case.shares == "whole" else shares_of(case.shares)
     laid_out = LaidOut(shape_of_module(model, training), mesh, training.align, cut)
     policy, family = ROWS[case.row].tiered(*MIXES[case.mix]), FAMILIES[case.model]
     optimizer = case.optimize(model)
@@ -350,6 +350,8 @@ def test_predicted_bytes_are_the_engines_where_ranks_own_whole_parameters(tmp_pa
     cases += [
         Case((4, 2), MODELS[1], "zero3", codec=5, shares="whole"),
         Case((4, None), MODELS[1], "zero3", mix=3, fraction=0.4, shares="whole"),
+        Case((4, None), MODELS[0], "zero2", mix=2, fraction=0.4, shares="whole"),
+        Case((4, 2), MODELS[2], "zero3", mix=4, fraction=0.4, optimizer="momentum", shares="whole"),
         Case((4, None), MODELS[0], "zero2", shares="whole", kept=0.5),
     ]
     for differences in run_ranks(4, _compare, cases, tmp_path, timeout=300):
