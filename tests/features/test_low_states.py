@@ -62,7 +62,8 @@ def _rounded(rank: int, world: int, row: str, remainder: bool) -> list[str]:
         options: dict[str, Any] = {"moments": moments}
         if remainder:
             options["master"] = "remainder"
-        precision = zs.Precision("bf16", **options)
+        compute = "fp32" if row == "zero2" else "bf16"
+        precision = zs.Precision(compute, **options)  # type: ignore[arg-type]
         model, optimizer, engine = _engine(row, precision, RULES[world % 2])
         losses = []
         for step in range(30):
