@@ -573,6 +573,7 @@ def _muon_of_deepspeed(rank: int, world: int, stage: int, by_config: bool) -> li
         for step in range(3):
             engine.backward(engine(_batch(step + rank)))
             engine.step()
+        assert type(engine.optimizer.optimizer).__name__ == "MuonWithAuxAdam"
         full = engine.engine.full_state_dict(rank0_only=False)
         engine.destroy()
         return [full[name] for name in parameters]

@@ -34,6 +34,7 @@ _DEEPSPEED = """
 checkpoint/test_latest_checkpoint checkpoint/test_lr_scheduler checkpoint/test_other_optimizer
 checkpoint/test_shared_weights checkpoint/test_tag_validation checkpoint/test_zero_optimizer
 comm/test_dist monitor/test_monitor
+ops/muon/test_muon ops/muon/test_muon_partial_training
 runtime/half_precision/test_dynamic_loss_scale
 runtime/test_data runtime/test_ds_config_dict runtime/test_ds_initialize runtime/test_lr_schedulers
 runtime/test_multi_output_model runtime/test_multiple_models runtime/test_no_sync_ctxt

@@ -19,7 +19,7 @@ import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call, torch_class
 from zeroshard.deepspeed.comm import data_parallel_group
 from zeroshard.deepspeed.shim import OPTIMIZER_REFUSED, remedy
-from zeroshard.optim.several import joined
+from zeroshard.optim.several import JointOptimizer
 
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":
@@ -86,6 +86,10 @@ def shard_options(kind: str, model: nn.Module) -> dict[str, Any]:
     return {"ownership": "whole"}
 
 
+class MuonWithAuxAdam(JointOptimizer):
+    """Muon and AdamW over one model, by the name that DeepSpeed gives to both."""
+
+
 def _muon(
     params: Any, *, muon_lr: Any = None, adam_lr: Any = None, ns_method: str = "gram",
     adam_w_mode: bool = True, torch_adam: bool = False, per_head_muon: bool = False, **options: Any,
@@ -113,9 +117,11 @@ def _muon(
     for group in [*grouped, *([{"params": loose}] if loose else [])]:
         for by_muon, chosen in ((True, muon_lr), (False, adam_lr)):
             lr = {} if chosen is None else {"lr": chosen}
-            mine = [one for one in group["params"] if getattr(one, "use_muon", False) is by_muon]
+            trained = [one for one in group["params"] if one.requires_grad]
+            mine = [one for one in trained if getattr(one, "use_muon", False) is by_muon]
             own = {**defaults[by_muon], **options, **lr, **group, "params": mine}
-            keys = ("params", *defaults[by_muon])
+            own["use_muon"] = by_muon  # programs read it
+            keys = ("params", "use_muon", *defaults[by_muon])
             groups[by_muon] += [{key: own[key] for key in keys}] if mine else []
     made: list[torch.optim.Optimizer] = []
     if groups[True]:
@@ -123,7 +129,7 @@ def _muon(
     if groups[False]:
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
         made.append(kind(groups[False]))
-    return joined(made)
+    return MuonWithAuxAdam(made) if len(made) > 1 else made[0]
 
 
 class _Adam(type):

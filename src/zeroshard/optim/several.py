@@ -120,7 +120,7 @@ def joined(
     ConfigError for an empty list, and for other things in it.
     """
     if isinstance(optimizer, JointOptimizer):
-        return JointOptimizer(optimizer.optimizers)
+        return type(optimizer)(optimizer.optimizers)
     if not isinstance(optimizer, list | tuple):
         return optimizer  # type: ignore[return-value]  # whatever it is, others look at it
     if not optimizer:

@@ -239,8 +239,7 @@ _ZERO: dict[str, Any] = {
     "pipeline_loading_checkpoint": tunes(False, "each rank reads its own pieces"),
     "log_trace_cache_warnings": tunes(False, "there is no such cache"),
     "enable_sanity_checks": tunes(False, "the ranks always compare what they do"),
-    "save_muon_momentum_buffer_in_memory": refuses(
-        False, "Muon's states rest on the device", "leave it out"),
+    "save_muon_momentum_buffer_in_memory": tunes(False, "Muon's states rest on the device"),
     "zero_hpz_partition_size": becomes(1, ranks,
         "hpZ: the ranks of a node keep the weights between forward and backward", to.node, "hpz"),
     "zero_quantized_weights": becomes(False, flag, "qwZ: weights travel as int8",
