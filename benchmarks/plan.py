@@ -77,6 +77,7 @@ SIZES = {
         Size(
             "tiny-llama", 2, width=32, heads=4, vocabulary=256, context=16, batch=2, family="llama"
         ),
+        Size("small-llama", 4, 384, 8, vocabulary=960, batch=4, alive=8, family="llama"),  # 8.4M
         Size("small", layers=6, width=384, heads=6, vocabulary=960, batch=4, alive=8),  # 11.4M
         Size("medium", layers=10, width=640, heads=10, vocabulary=512, batch=2),  # 49.9M
         Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
@@ -228,6 +229,7 @@ MUON_COMPARISONS = (
     Comparison("zero3", "dmuon"),
     Comparison("zero2", "fsdp2"),
     Comparison("zero1", "fsdp2"),
+    Comparison("zero3@gloo", "fsdp2"),
 )
 """What it measures with `--optimizer muon`."""
 
