@@ -118,10 +118,9 @@ _WHAT = (
 _STEP = (
     _CONTENDERS, *_WHAT,
     Option("--warmup N", "steps before the first turn (default and least: 8)", count(1), 8),
-    Option("--optimizer", "muon: for matrices of the blocks, AdamW for the rest (default: adamw)",
-           choices=("adamw", "muon"), default="adamw"),
-    Option("--data FILE ...", "train on the bytes of these files, not on random tokens",
-           default=[]),
+    Option("--optimizer NAME", "adamw (default), or muon for matrices of the blocks",
+           one_of(("adamw", "muon")), "adamw"),
+    Option("--data FILE ...", "train on their bytes, not on random tokens", default=[]),
     Option("--profile", "also record which operators take the time"),
     Option("--traces DIR", "the same, and what torch's profiler sees of three steps of each"
            " contender, for Chrome's trace viewer (engine.trace() is another thing: contenders"
