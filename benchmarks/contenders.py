@@ -171,13 +171,11 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any], *, whole: bool =
     import zeroshard as zs
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
-        optimizer, *more = _optimizers(model, setup)
-        if more:
-            optimizer = Several(optimizer, *more)
+        optimizers = _optimizers(model, setup)
         path = setup.disk_path if "disk" in tiers.values() else None
         engine = zs.shard(
             model,
-            optimizer,
+            optimizers,
             policy=row,
             precision=setup.precision,
             comm=zs.Comm.model_validate(
@@ -187,27 +185,12 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any], *, whole: bool =
                 }
             ),
             offload=zs.Offload(disk_path=path, **tiers),
-            ownership="whole" if whole or more else None,
+            ownership="whole" if whole or len(optimizers) > 1 else None,
         )
-        update = _updating([optimizer], engine.clip_grad_norm_, setup)
+        update = _updating(optimizers, engine.clip_grad_norm_, setup)
         return Trainee(model, Tensor.backward, update, engine=engine)
 
     return build
-
-
-class Several(torch.optim.Optimizer):
-    """Several optimizers as one."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-
-    def step(self, closure: Any = None) -> Any:
-        """Step with each its own param groups."""
-        for part in self.parts:
-            part.param_groups = [g for g in self.param_groups if part.defaults.keys() <= g.keys()]
-            part.state = self.state
-            part.step()
 
 
 def _traced(row: str) -> Builder:

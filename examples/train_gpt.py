@@ -447,20 +447,6 @@ def rate(step: int, steps: int) -> float:
     )
 
 
-class Several(torch.optim.Optimizer):
-    """Several optimizers as one."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-
-    def step(self, closure: Any = None) -> None:
-        for part in self.parts:
-            part.param_groups = [g for g in self.param_groups if part.defaults.keys() <= g.keys()]
-            part.state = self.state
-            part.step()
-
-
 def make_optimizers(args: argparse.Namespace, model: GPT) -> list[torch.optim.Optimizer]:
     """Return AdamW for all parameters; with --optimizer muon for those that Muon does not step."""
     muon = []
@@ -484,15 +470,13 @@ def train(
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
     optimizers = make_optimizers(args, model)
-    if len(optimizers) > 1:
-        optimizers = [Several(*optimizers)]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(one, lambda s: rate(s, args.steps)) for one in optimizers
     ]
     # zeroshard
     engine = zs.shard(
         model,
-        optimizers[0],
+        optimizers,
         stage=None if args.config else stage,
         config=args.config,
         precision=args.precision,
