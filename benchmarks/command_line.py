@@ -56,7 +56,8 @@ def _compared(name: str) -> Callable[[argparse.Namespace], int]:
 
         threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.nproc)
         # those of them without these options take the defaults of `step`
-        own = {"warmup": 8, "data": [], "profile": False, "traces": None, **vars(arguments)}
+        own = {"warmup": 8, "data": [], "profile": False, "traces": None}
+        own |= {"optimizer": "adamw", **vars(arguments)}
         return int(getattr(commands, name)(argparse.Namespace(**own), threads=threads))
 
     return run
@@ -117,8 +118,9 @@ _WHAT = (
 _STEP = (
     _CONTENDERS, *_WHAT,
     Option("--warmup N", "steps before the first turn (default and least: 8)", count(1), 8),
-    Option("--data FILE ...", "train on the bytes of these files, not on random tokens",
-           default=[]),
+    Option("--optimizer NAME", "adamw (default), or muon for matrices of the blocks",
+           one_of(("adamw", "muon")), "adamw"),
+    Option("--data FILE ...", "train on their bytes, not on random tokens", default=[]),
     Option("--profile", "also record which operators take the time"),
     Option("--traces DIR", "the same, and what torch's profiler sees of three steps of each"
            " contender, for Chrome's trace viewer (engine.trace() is another thing: contenders"

@@ -23,13 +23,13 @@ from benchmarks.driver import Options, measure
 from benchmarks.plan import (
     COMPARISONS,
     LARGEST,
+    MUON_COMPARISONS,
+    NAMED_COMPARISONS,
     OFFLOAD_ALIVE,
     OFFLOAD_COMPARISONS,
     OFFLOAD_CONTENDERS,
-    ONE_PROCESS_COMPARISONS,
     OVERHEAD_SIZE,
     SIZES,
-    TRACE_COMPARISONS,
     Comparison,
     Size,
     blocks,
@@ -48,8 +48,9 @@ EXIT_BROKEN = 70
 
 def step(arguments: argparse.Namespace, *, threads: int) -> int:
     """Every contender beside its references, at every size and precision asked for."""
-    named = (*ONE_PROCESS_COMPARISONS, *TRACE_COMPARISONS) if arguments.contenders else ()
-    known = [*COMPARISONS, *named]
+    known = [*COMPARISONS, *(NAMED_COMPARISONS if arguments.contenders else ())]
+    if arguments.optimizer == "muon":
+        known = [*MUON_COMPARISONS]
     comparisons = _chosen(arguments.contenders, known)
     result = _new_report("step")
     if arguments.traces is not None:
@@ -132,6 +133,7 @@ def _run_sizes(
                 traces=None if arguments.traces is None else str(arguments.traces),
                 disk_path=disk_path,
                 max_norm=arguments.max_norm,
+                optimizer=arguments.optimizer,
             )
             keep = partial(_keep, result, arguments.out, len(result.runs))
             _measured(f"{size.name} {precision}", size, precision, comparisons, options, keep)

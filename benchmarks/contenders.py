@@ -2,18 +2,18 @@
 and nothing shared but the model.
 
 Each builder gets the same freshly initialised fp32 model and gives back a :class:`Trainee`. All use
-torch's fused AdamW with the same learning rate, clip gradients to the same norm, as training does,
-and in bf16 have weights in bf16 with an fp32 master, except where a builder's docstring says what
-its library does instead. Nothing is tuned
-for this library's sake: where a peer has a faster or leaner setting that keeps the numbers, it is
-used and named.
+torch's fused AdamW (or its Muon for the matrices of the blocks, and that AdamW for the rest) with
+the same learning rate, clip gradients to the same norm, as training does, and in bf16 have weights
+in bf16 with an fp32 master, except where a builder's docstring says what its library does instead.
+Nothing is tuned for this library's sake: where a peer has a faster or leaner setting that keeps the
+numbers, it is used and named.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from benchmarks.model import GPT, Llama
 from benchmarks.plan import CONTENDERS, OFFLOAD_CONTENDERS, OFFLOADS, Size, fake_ranks
@@ -48,6 +50,7 @@ class Setup:
     device: torch.device
     disk_path: str | None = None  # a directory for what rests on disk
     max_norm: float = 1.0  # to which gradients are clipped
+    optimizer: str = "adamw"  # or "muon"
 
     @property
     def bf16(self) -> bool:
@@ -70,44 +73,74 @@ Builder = Callable[[nn.Module, Setup], Trainee]
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """The optimizer of every contender."""
+    """The optimizer of every contender, unless it is Muon's turn."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
+def _optimizers(
+    model: nn.Module,
+    setup: Setup,
+    muon: type[torch.optim.Muon] = torch.optim.Muon,
+    stepped: Sequence[nn.Parameter] = (),
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model, of the class `muon` for matrices, over its parameters, or
+    over what is `stepped` in their place.
+    """
+    parameters = list(model.parameters())
+    stepped = stepped or parameters
+    if setup.optimizer == "adamw":
+        return [adamw(stepped)]
+    assert isinstance(model, (GPT, Llama))
+    inside = {id(p) for p in model.blocks.parameters() if p.dim() == 2}
+    pairs = list(zip(parameters, stepped, strict=True))
+    matrices = [used for p, used in pairs if id(p) in inside]
+    others = [used for p, used in pairs if id(p) not in inside]
+    return [muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw"), adamw(others)]
+
+
 def _updating(
-    optimizer: torch.optim.Optimizer, clip: Callable[[float], object], setup: Setup
+    optimizers: Sequence[torch.optim.Optimizer], clip: Callable[[float], object], setup: Setup
 ) -> Callable[[], None]:
     """Return the end of a step: clip, step, drop the gradients."""
 
     def update() -> None:
         clip(setup.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
     return update
 
 
-def _clipping(model: nn.Module, setup: Setup) -> Callable[[], None]:
-    """Return the end of a step with torch's AdamW and clip, over the parameters of `model`."""
-    parameters = list(model.parameters())
-    return _updating(adamw(parameters), partial(clip_grad_norm_, parameters), setup)
+def _clipping(
+    model: nn.Module, setup: Setup, muon: type[torch.optim.Muon] = torch.optim.Muon
+) -> Callable[[], None]:
+    """Return the end of a step with torch's optimizers and clip, over the parameters of `model`."""
+    clip = partial(clip_grad_norm_, list(model.parameters()))
+    return _updating(_optimizers(model, setup, muon), clip, setup)
 
 
-def builder_for(name: str) -> Builder:
+def builder_for(name: str, optimizer: str = "adamw") -> Builder:
     """Return the builder of contender `name`; raises Missing when its library cannot be imported
-    here. Imports that library.
+    here, or has no such optimizer. Imports that library.
     """
     assert name in CONTENDERS or name in OFFLOAD_CONTENDERS, (
         f"contender {name!r} is not in the plan"
     )
+    if name == "dmuon" and optimizer == "adamw":
+        raise Missing("it steps by Muon alone: --optimizer muon")
+    if name.startswith(("deepspeed", "torch-zero1", "compute")) and optimizer == "muon":
+        raise Missing("it steps by AdamW alone")
     if fake_ranks(name):
         return _faking(name.partition("@")[0])
     if name.startswith("deepspeed"):
         return _deepspeed(
             int(name[9]), reshard=name.endswith("-reshard"), offload=name.partition("+")[2]
         )
-    if name.startswith("fsdp2"):
-        return _fsdp2(reshard=not name.endswith("-keep"), host=name.endswith("+host"))
+    if name.startswith(("fsdp2", "dmuon")):
+        muon = _OwnedMuon if name == "dmuon" else _GatheredMuon
+        return _fsdp2(reshard=not name.endswith("-keep"), host=name.endswith("+host"), muon=muon)
     if name.startswith("torch-ddp"):
         return _torch_ddp(views=name == "torch-ddp")
     if name == "torch-zero1":
@@ -117,7 +150,9 @@ def builder_for(name: str) -> Builder:
     if name.endswith("+trace"):
         return _traced(name.removesuffix("+trace"))
     row, _, transport = name.partition("@")
-    return _zeroshard(row.partition("+")[0], transport or "auto", OFFLOADS.get(name, {}))
+    whole = row.endswith("+whole")
+    row = row.partition("+")[0]
+    return _zeroshard(row, transport or "auto", OFFLOADS.get(name, {}), whole=whole)
 
 
 def _faking(name: str) -> Builder:
@@ -132,15 +167,15 @@ def _faking(name: str) -> Builder:
     return build_fake
 
 
-def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
+def _zeroshard(row: str, transport: str, tiers: dict[str, Any], *, whole: bool = False) -> Builder:
     import zeroshard as zs
 
     def build(model: nn.Module, setup: Setup) -> Trainee:
-        optimizer = adamw(model.parameters())
+        optimizers = _optimizers(model, setup)
         path = setup.disk_path if "disk" in tiers.values() else None
         engine = zs.shard(
             model,
-            optimizer,
+            optimizers,
             policy=row,
             precision=setup.precision,
             comm=zs.Comm.model_validate(
@@ -150,8 +185,9 @@ def _zeroshard(row: str, transport: str, tiers: dict[str, Any]) -> Builder:
                 }
             ),
             offload=zs.Offload(disk_path=path, **tiers),
+            ownership="whole" if whole or len(optimizers) > 1 else None,
         )
-        update = _updating(optimizer, engine.clip_grad_norm_, setup)
+        update = _updating(optimizers, engine.clip_grad_norm_, setup)
         return Trainee(model, Tensor.backward, update, engine=engine)
 
     return build
@@ -173,33 +209,25 @@ def _traced(row: str) -> Builder:
 
 
 class _Master:
-    """AdamW on fp32 copies of (slices of) a model's parameters: the optimizer itself where the
-    model is fp32 already.
-
-    ``pairs`` are (working slice, its fp32 master), both flat; where the model is fp32 the master
-    shares the working slice's memory.
+    """The optimizers on fp32 copies of a model's parameters, or of flat slices of them; where the
+    model is fp32, a master shares the memory of the working slice.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        setup: Setup,
-        rank: int = 0,
-        num_shards: int = 1,
-    ) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, rank: int = 0, num_shards: int = 1) -> None:
         self.max_norm = setup.max_norm
         self.slices: list[tuple[nn.Parameter, int, int]] = []
         self.working: list[Tensor] = []
         self.masters: list[nn.Parameter] = []
-        for parameter in parameters:
+        for parameter in model.parameters():
             begin, end = (parameter.numel() * r // num_shards for r in (rank, rank + 1))
             working = parameter.data.view(-1)[begin:end]
+            working = working.view_as(parameter) if num_shards == 1 else working
             self.slices.append((parameter, begin, end))
             self.working.append(working)
             self.masters.append(
                 nn.Parameter(working.float() if working.dtype != torch.float32 else working)
             )
-        self.optimizer = adamw(self.masters)
+        self.optimizers = _optimizers(model, setup, stepped=self.masters)
 
     def update(self) -> None:
         """Step with the gradients that the parameters hold, write the weights back, and drop the
@@ -209,9 +237,10 @@ class _Master:
             assert parameter.grad is not None, (
                 "every parameter of this model takes part in every step"
             )
-            master.grad = parameter.grad.view(-1)[begin:end].float()
+            master.grad = parameter.grad.view(-1)[begin:end].float().view_as(master)
         clip_grad_norm_(self.masters, self.max_norm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
             for working, master in zip(self.working, self.masters, strict=True):
                 if working.data_ptr() != master.data_ptr():
@@ -224,7 +253,7 @@ def _plain(model: nn.Module, setup: Setup) -> Trainee:
     """Plain PyTorch on every rank by itself."""
     model = model.bfloat16() if setup.bf16 else model
     if setup.bf16:
-        return Trainee(model, Tensor.backward, _Master(model.parameters(), setup).update)
+        return Trainee(model, Tensor.backward, _Master(model, setup).update)
     return Trainee(model, Tensor.backward, _clipping(model, setup))
 
 
@@ -235,7 +264,7 @@ def _compute(model: nn.Module, setup: Setup) -> Trainee:
     The ranks drift apart, so its losses mean nothing.
     """
     model = model.bfloat16() if setup.bf16 else model
-    master = _Master(model.parameters(), setup, dist.get_rank(), dist.get_world_size())
+    master = _Master(model, setup, dist.get_rank(), dist.get_world_size())
     return Trainee(model, Tensor.backward, master.update, facts={"trains": False})
 
 
@@ -250,7 +279,7 @@ def _torch_ddp(*, views: bool) -> Builder:
         model = model.bfloat16() if setup.bf16 else model
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
         if setup.bf16:
-            return Trainee(wrapped, Tensor.backward, _Master(model.parameters(), setup).update)
+            return Trainee(wrapped, Tensor.backward, _Master(model, setup).update)
         return Trainee(wrapped, Tensor.backward, _clipping(model, setup))
 
     return build
@@ -278,13 +307,97 @@ def _torch_zero1() -> Builder:
                 assert isinstance(loss, Tensor)
                 return loss
 
-        update = _updating(optimizer, partial(clip_grad_norm_, list(model.parameters())), setup)
+        update = _updating([optimizer], partial(clip_grad_norm_, list(model.parameters())), setup)
         return Trainee(forward, Tensor.backward, update)
 
     return build
 
 
-def _fsdp2(*, reshard: bool, host: bool) -> Builder:
+class _GatheredMuon(torch.optim.Muon):
+    """Muon of matrices that FSDP2 shards: it gathers the update of each, in the bf16 with which
+    Newton-Schulz begins. Every rank orthogonalizes all of it and takes its rows.
+    """
+
+    def direction(self, p: Tensor, grad: Tensor) -> Tensor:
+        """Return the update of `grad`, some rows of p or all, with Nesterov's momentum."""
+        buffer = self.state[p].get("momentum_buffer")
+        if buffer is None:
+            buffer = self.state[p]["momentum_buffer"] = torch.zeros_like(grad)
+        buffer.lerp_(grad, 1 - self.defaults["momentum"])
+        return grad.lerp(buffer, self.defaults["momentum"])
+
+    def orthogonal(self, update: Tensor) -> Tensor:
+        """Return [rows, columns], bf16, of the update of a whole matrix."""
+        options = (self.defaults[name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        return _zeropower_via_newtonschulz(update, *options)
+
+    def move(self, p: DTensor, update: Tensor) -> None:
+        """Step this rank's rows of p."""
+        lr, rule, decay = (self.defaults[n] for n in ("lr", "adjust_lr_fn", "weight_decay"))
+        p.to_local().mul_(1 - lr * decay).add_(update, alpha=-_adjust_lr(lr, rule, p.shape))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every matrix."""
+        for p in self.param_groups[0]["params"]:
+            direction: Any = self.direction(p, p.grad).bfloat16()
+            update = self.orthogonal(direction.full_tensor())
+            rows = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+            self.move(p, rows.to_local())
+
+
+class _OwnedMuon(_GatheredMuon):
+    """Muon by DMuon's rule (arXiv 2606.27153): each matrix has an owner, dealt by the longest
+    processing time first, that gets the whole averaged gradient, keeps the whole state, and gives
+    every rank its rows of the update. Two exchanges serve all matrices.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.owned: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+        loads = [0] * len(self.owned)
+        costs = {p: min(p.shape) * p.numel() for p in self.param_groups[0]["params"]}
+        for p in sorted(costs, key=costs.__getitem__, reverse=True):
+            owner = loads.index(min(loads))
+            self.owned[owner].append(p)
+            loads[owner] += costs[p]
+
+    def num_rows(self, p: Tensor) -> list[int]:
+        """Return how many rows of p each rank has: as torch.chunk() cuts them."""
+        ranks, (rows, _) = range(len(self.owned)), p.shape
+        each = -(-rows // len(ranks))
+        return [max(0, min(each, rows - rank * each)) for rank in ranks]
+
+    def exchange(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Tensor:
+        """Send every rank its numbers of `parts`; return what all have sent to this one."""
+        flat = torch.cat([part.flatten() for part in parts])
+        out = flat.new_empty(sum(received))
+        dist.all_to_all_single(out, flat, received, sent)
+        return out
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the matrices that this rank owns, and its rows of all."""
+        mine, every = self.owned[dist.get_rank()], [p for part in self.owned for p in part]
+        of_owners = [sum(p.to_local().numel() for p in part) for part in self.owned]
+        ranks = range(len(self.owned))
+        shares = [[self.num_rows(p)[rank] * p.shape[1] for p in mine] for rank in ranks]
+        of_ranks = [sum(share) for share in shares]
+        grads = self.exchange([p.grad.to_local() for p in every], of_owners, of_ranks)
+        pieces = torch.split(grads, [numel for share in shares for numel in share])
+        updates = []
+        for index, p in enumerate(mine):
+            grad = torch.cat(pieces[index :: len(mine)]).view(p.shape)
+            update = self.orthogonal(self.direction(p, grad))
+            updates.append(torch.split(update, self.num_rows(p)))
+        by_rank = [part for rank in zip(*updates, strict=True) for part in rank]
+        moved = self.exchange(by_rank, of_ranks, of_owners)
+        rows = torch.split(moved, [p.to_local().numel() for p in every])
+        for p, update in zip(every, rows, strict=True):
+            self.move(p, update.view_as(p.to_local()))
+
+
+def _fsdp2(*, reshard: bool, host: bool, muon: type[torch.optim.Muon]) -> Builder:
     """torch fully_shard, a group per block and one for the rest. In bf16 its gradients are
     reduced in bf16, its default and the faster.
 
@@ -320,7 +433,7 @@ def _fsdp2(*, reshard: bool, host: bool) -> Builder:
                 offload_policy=offload,
             )
         facts = {"units": len(model.blocks) + 1}
-        return Trainee(model, Tensor.backward, _clipping(model, setup), facts=facts)
+        return Trainee(model, Tensor.backward, _clipping(model, setup, muon), facts=facts)
 
     return build
 

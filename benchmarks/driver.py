@@ -50,6 +50,7 @@ class Options:
     profile: bool = False
     traces: str | None = None  # a directory for a trace of each contender
     max_norm: float = 1.0  # to which every contender clips
+    optimizer: str = "adamw"  # or "muon"
     disk_path: str | None = None  # for contenders that put something on disk
     deferred: bool = False  # the model is built in no memory
     device_bytes: int | None = None  # of the accelerator, for each rank; None: all of it
@@ -88,6 +89,7 @@ class Group:
             "disk_path": None if self.disk is None else self.disk.name,
             "deferred": options.deferred,
             "max_norm": options.max_norm,
+            "optimizer": options.optimizer,
             "device_bytes": options.device_bytes,
             "path": PATH,
             "python": options.deepspeed_python if name.startswith("deepspeed") else sys.executable,

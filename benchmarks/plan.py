@@ -23,15 +23,15 @@ __all__ = [
     "LARGEST",
     "LARGEST_SIZE",
     "MEMORY_CLAIMS",
+    "MUON_COMPARISONS",
+    "NAMED_COMPARISONS",
     "OFFLOADS",
     "OFFLOAD_ALIVE",
     "OFFLOAD_COMPARISONS",
     "OFFLOAD_CONTENDERS",
     "OFFLOAD_PARTS",
-    "ONE_PROCESS_COMPARISONS",
     "OVERHEAD_SIZE",
     "SIZES",
-    "TRACE_COMPARISONS",
     "Comparison",
     "Size",
     "blocks",
@@ -77,6 +77,7 @@ SIZES = {
         Size(
             "tiny-llama", 2, width=32, heads=4, vocabulary=256, context=16, batch=2, family="llama"
         ),
+        Size("small-llama", 4, 384, 8, vocabulary=960, batch=4, alive=8, family="llama"),  # 8.4M
         Size("small", layers=6, width=384, heads=6, vocabulary=960, batch=4, alive=8),  # 11.4M
         Size("medium", layers=10, width=640, heads=10, vocabulary=512, batch=2),  # 49.9M
         Size("large", layers=16, width=1024, heads=16, vocabulary=4096, batch=1, alive=2),  # 209.9M
@@ -104,6 +105,7 @@ CONTENDERS = {
     "zero2": "this library, stage 2",
     "zero3": "this library, stage 3",
     "zero3-keep": "this library, stage 3, weights kept from forward to backward",
+    "zero3+whole": "this library, stage 3, ranks own whole parameters",
     "ddp@gloo": "the same over sockets",
     "zero1@gloo": "the same over sockets",
     "zero2@gloo": "the same over sockets",
@@ -121,6 +123,7 @@ CONTENDERS = {
     "torch-zero1": "torch DDP with ZeroRedundancyOptimizer",
     "fsdp2": "torch fully_shard per block",
     "fsdp2-keep": "torch fully_shard per block, reshard_after_forward=False",
+    "dmuon": "torch fully_shard per block, each matrix stepped by its owner (--optimizer muon)",
     "fsdp2@fake8": "torch fully_shard as rank 0 of 8, like zero3@fake8",
     "deepspeed1": "DeepSpeed stage 1",
     "deepspeed2": "DeepSpeed stage 2",
@@ -211,19 +214,25 @@ COMPARISONS = (
 )
 """What `bench step` measures, with the ratios that the project promises at the medium size."""
 
-ONE_PROCESS_COMPARISONS = (
+NAMED_COMPARISONS = (
     Comparison("zero3", "plain"),
     Comparison("zero3@nccl", "fsdp2"),
     Comparison("zero3@nccl-apart", "zero3@nccl"),
     Comparison("zero3@fake8", "fsdp2@fake8"),
-)
-"""What it measures beside, where these contenders are named: one GPU, `--nproc 1`."""
-
-TRACE_COMPARISONS = (
     Comparison("zero1+trace", "zero1", 0.97, pairs=30),
     Comparison("zero3+trace", "zero3", 0.97, pairs=30),
+    Comparison("zero3+whole", "zero3", pairs=30),
 )
-"""And what a trace costs, where one is named."""
+"""What it measures beside, where contenders are named: the first four with one GPU, `--nproc 1`."""
+
+MUON_COMPARISONS = (
+    Comparison("zero3", "fsdp2", 1.5),
+    Comparison("zero3", "dmuon"),
+    Comparison("zero2", "fsdp2"),
+    Comparison("zero1", "fsdp2"),
+    Comparison("zero3@gloo", "fsdp2"),
+)
+"""What it measures with `--optimizer muon`."""
 
 OFFLOAD_COMPARISONS = (
     Comparison("zero2+host", "zero2"),

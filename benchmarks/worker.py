@@ -94,6 +94,7 @@ class Worker:
             device,
             specification["disk_path"],
             specification["max_norm"],
+            specification["optimizer"],
         )
         self.deferred: bool = specification["deferred"]
         self.device_bytes: int | None = specification["device_bytes"]
@@ -101,7 +102,7 @@ class Worker:
         self.steps_done = 0
         self._group = ExitStack()  # until the process ends
         self.trainee: Trainee
-        self.builder: Builder = builder_for(self.name)
+        self.builder: Builder = builder_for(self.name, self.setup.optimizer)
         import_lazily_imported()
 
     def build(self) -> dict[str, Any]:

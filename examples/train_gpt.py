@@ -12,6 +12,8 @@ ZeRO.
     # three steps, lane by lane: what waits for what
     zeroshard run --nproc 2 examples/train_gpt.py --steps 100 --trace traces
     zeroshard report traces/ZeRO-3
+    # Muon for the matrices of the blocks, each stepped whole by one rank, and AdamW for the rest
+    zeroshard run --nproc 2 examples/train_gpt.py --optimizer muon
     # a line of numbers per step, and a picture of them
     zeroshard run --nproc 2 examples/train_gpt.py --log log.jsonl
     python examples/plot_log.py log.jsonl loss.png
@@ -445,6 +447,21 @@ def rate(step: int, steps: int) -> float:
     )
 
 
+def make_optimizers(args: argparse.Namespace, model: GPT) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters; with --optimizer muon for those that Muon does not step."""
+    muon = []
+    if args.optimizer == "muon":
+        muon = [p for p in model.blocks.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is one for one in muon)]
+    matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    if not muon:
+        return [adamw]
+    # its steps as large as those of AdamW
+    return [adamw, torch.optim.Muon(muon, lr=args.lr, adjust_lr_fn="match_rms_adamw")]
+
+
 def train(
     args: argparse.Namespace, stage: int, text: Tensor, held_out: Tensor, console: Console
 ) -> Result:
@@ -452,30 +469,27 @@ def train(
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).to(device)
-    matrices, vectors = (
-        [p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False)
-    )
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, args.steps))
+    optimizers = make_optimizers(args, model)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda s: rate(s, args.steps)) for one in optimizers
+    ]
     # zeroshard
     engine = zs.shard(
         model,
-        optimizer,
+        optimizers,
         stage=None if args.config else stage,
         config=args.config,
         precision=args.precision,
         leaves=args.leaves,
+        ownership="whole" if args.optimizer == "muon" else None,
     )
     name = Path(args.config).stem if args.config else f"ZeRO-{stage}"
 
     rank, ranks = rank_and_size()
     position = Position(args.seed, rank)
+    states = {f"schedule{index or ''}": one for index, one in enumerate(schedules)}
     checkpoints = (
-        Checkpoints(args, engine, console, schedule=schedule, position=position)
-        if args.checkpoint
-        else None
+        Checkpoints(args, engine, console, position=position, **states) if args.checkpoint else None
     )
     if checkpoints:
         checkpoints.resume(position)
@@ -527,13 +541,16 @@ def train(
             norm = engine.clip_grad_norm_(1.0)  # zeroshard
             memory = engine.memory()
             if args.log and rank == 0:
-                numbers = {"run": name, "step": step + 1, "lr": schedule.get_last_lr()[0]}
+                numbers = {"run": name, "step": step + 1, "lr": schedules[0].get_last_lr()[0]}
                 numbers |= numbers_of(engine, losses[-1], norm.item())
                 with args.log.open("a") as log:
                     print(json.dumps(numbers), file=log)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            for one in optimizers:
+                one.step()
+            for one in optimizers:
+                one.zero_grad()
+            for one in schedules:
+                one.step()
             position.step += 1
             seconds.append(time.perf_counter() - started)
             if step - first == TRACED[-1]:
@@ -584,13 +601,16 @@ def train(
 # --------------------------------------------------------------------------------------------------
 
 
-def closing_table(result: Result, num_parameters: int, precision: str) -> Table:
+def closing_table(result: Result, model: GPT, args: argparse.Namespace) -> Table:
     """Bytes per rank by state and traffic per step, beside plain data parallel training, where
     every rank holds everything.
     """
-    (_, ranks), weight = rank_and_size(), 4 if precision == "fp32" else 2
+    (_, ranks), weight = rank_and_size(), 4 if dtype(args) == "fp32" else 2
+    num_parameters = sum(p.numel() for p in model.parameters())
     per_parameter = {"weight": weight, "master": 0 if weight == 4 else 4, "grad": 4, "optimizer": 8}
     held = {state: width * num_parameters for state, width in per_parameter.items()}
+    if args.optimizer == "muon":  # it keeps one number where AdamW keeps two
+        held["optimizer"] -= 4 * sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     # a ring all-reduce of the gradients
     received = 2 * weight * num_parameters * (ranks - 1) // ranks
     table = Table(title=f"One of {ranks} ranks, MB", title_justify="left")
@@ -716,6 +736,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="default: 600, or 60 with --compare")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the matrices of the blocks, AdamW for the rest (default: adamw)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--sample", type=int, default=300, help="bytes of text to generate at the end"
@@ -809,10 +835,8 @@ def main() -> None:
     text, held_out = load_text(args.data)
     unigram = unigram_loss(text, held_out)
     with torch.device("meta"):
-        num_parameters = sum(
-            p.numel()
-            for p in GPT(GPTConfig(args.layers, args.width, args.heads, args.context)).parameters()
-        )
+        model = GPT(GPTConfig(args.layers, args.width, args.heads, args.context))
+    num_parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"[bold]GPT[/], {num_parameters / 1e6:.2f} M parameters, {dtype(args)}, {ranks} rank(s);"
         f" {len(text) / MB:.1f} MB of text to train on, {len(held_out) / MB:.1f} MB held out"
@@ -832,7 +856,7 @@ def main() -> None:
     if args.compare:
         console.print(comparison_table(results), verdict(args, results), sep="\n")
     else:
-        console.print(closing_table(last, num_parameters, dtype(args)))
+        console.print(closing_table(last, model, args))
     if args.leaves:
         found = ", ".join(sorted({result.weights for result in results}))
         console.print(f"Weights after {args.steps} steps of {args.leaves} leaves: {found}")

@@ -124,8 +124,9 @@ def test_a_log_has_a_line_per_step_and_is_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_stage_3_learns_and_shows_what_it_took_on_two_ranks() -> None:
-    shown = run_example("--steps", "60", "--lr", "1e-2")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stage_3_learns_and_shows_what_it_took_on_two_ranks(optimizer: str) -> None:
+    shown = run_example("--steps", "60", "--lr", "1e-2", "--optimizer", optimizer)
     for expected in (
         "ZeRO-3",
         "plain data parallel",
@@ -138,6 +139,8 @@ def test_stage_3_learns_and_shows_what_it_took_on_two_ranks() -> None:
     assert max(len(line) for line in shown.splitlines()) <= 100
     last = shown.splitlines()[-1]
     assert float(last.split()[-1]) < 3.6  # from 5.5 at the start
+    (row,) = [line for line in shown.splitlines() if line.startswith("│ optimizer")]
+    assert float(row.split("│")[-2]) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.slow
