@@ -73,8 +73,8 @@ def _model() -> _Net:
 
 
 def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    if kind == "sgd":
-        return two_groups(model, torch.optim.SGD, momentum=0.9)
+    if kind in ("sgd", "plain"):
+        return two_groups(model, torch.optim.SGD, momentum=0.9 if kind == "sgd" else 0.0)
     return two_groups(model, torch.optim.AdamW, fused=kind == "fused", lr=1e-3)
 
 
@@ -266,10 +266,10 @@ def test_any_loop_has_the_bits_of_the_step_after_the_backward(
 
 
 def _three_steps(
-    rank: int = 0, row: str = "zero2", **tiers: Any
+    rank: int = 0, row: str = "zero2", kind: str = "adamw", **tiers: Any
 ) -> tuple[list[torch.Tensor], dict[str, int], zs.MemoryReport]:
     model = make_model()
-    optimizer = two_groups(model)
+    optimizer = _optimizer(kind, model)
     offload = zs.Offload(grad="host", optimizer="host", **tiers)
     engine = zs.shard(model, optimizer, policy=row, precision="fp16", offload=offload)
     for number in range(3):
@@ -304,6 +304,16 @@ def _plain_loop(rank: int, world: int) -> None:
 
 def test_what_nobody_changes_is_stepped_in_the_backward_and_takes_the_planned_bytes() -> None:
     run_ranks(1, _plain_loop)
+
+
+def _without_states(rank: int, world: int) -> None:
+    expected, _, _ = _three_steps(kind="plain")
+    state, counts, _ = _three_steps(kind="plain", step_in_backward=True)
+    assert counts["kept"] > 0 and all(map(torch.equal, expected, state))
+
+
+def test_a_rule_that_keeps_no_states_is_stepped_in_the_backward() -> None:
+    run_ranks(1, _without_states)
 
 
 def _averaged(rank: int, world: int) -> None:

@@ -231,16 +231,15 @@ def repair(program: Program) -> Program:
         program = replace(program, optimizer="adamw")
     if program.node_size is not None and program.world % program.node_size:
         program = replace(program, node_size=None)
-    by_elements = program.optimizer not in _OF_WHOLE
-    if by_elements and program.ownership:
-        program = replace(program, ownership="whole")
-    if not by_elements:
+    if program.optimizer in _OF_WHOLE:
         has_none = program.ownership is None or program.remainder
         if has_none or (program.optimizer == "muon" and not program.several):
             program = replace(program, optimizer="adamw")
         elif program.seed < WHOLE_TIERS:
             tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
             program = replace(program, **tiers)
+    if program.optimizer not in _OF_WHOLE and program.ownership:
+        program = replace(program, ownership="whole")
     if program.transport == "nccl" and (program.shares or program.ownership):
         # gloo in NCCL's place exchanges slices of one size alone, where they lie by columns
         program = replace(program, node_size=None)

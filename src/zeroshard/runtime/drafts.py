@@ -256,7 +256,8 @@ class DraftRunner(TileRunner):
             for key, storage in draft.storages.items():
                 storage.change_places(draft.spares[key])
             for shard, _ in draft.before:
-                self._optimizer.state[shard.tensor] = draft.after[shard.tensor]
+                if shard.tensor in draft.after:  # a rule without momentum keeps nothing
+                    self._optimizer.state[shard.tensor] = draft.after[shard.tensor]
             for step in steps:
                 step.leave_out()
             self.ahead_counts["kept"] += len(steps)
