@@ -156,6 +156,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
     settings = {
         "sizes": ["tiny"],
         "precision": ["fp32", "bf16"],
+        "optimizer": "adamw",
         "contenders": ["zero3", "torch-ddp"],
         "nproc": 2,
         "warmup": 8,

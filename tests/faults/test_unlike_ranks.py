@@ -412,6 +412,7 @@ ALIKE = {
     "Engine.full_state_dict(rank0_only)": "who keeps what all have gathered",
     "Engine.gathered(discard) Engine.hide_gradients": "each rank's own view; nothing is sent",
     "Engine.memory Engine.traffic Engine.reset_traffic Engine.optimizer_part": "nothing is sent",
+    "Engine.explain_optimizer": "nothing is sent",
     "Engine.no_sync": "features/test_agreement.py",
     "Engine.repartition(mesh dp)": "features/test_repartition.py",
     "Engine.trace(directory)": "each rank's own file; nothing is sent",

@@ -129,6 +129,7 @@ READING: dict[str, Call] = {
 }
 # what asks for no number of a state
 ALWAYS: dict[str, Call] = {
+    "engine.explain_optimizer": lambda r: str(r.engine.explain_optimizer()),
     "engine.exchange": lambda r: r.engine.exchange(b"1"),
     "engine.memory": lambda r: r.engine.memory(),
     "engine.no_sync": _inside(lambda r: r.engine.no_sync()),

@@ -21,7 +21,8 @@ NAMES = {
     " steps_skipped",
     "parameters, gradients, state": "gathered full_state_dict full_grad hide_gradients"
     " optimizer_part",
-    "reports": "memory traffic reset_traffic trace trail offload_fraction tiles_ahead",
+    "reports": "explain_optimizer memory traffic reset_traffic trace trail offload_fraction"
+    " tiles_ahead",
     "phases and the end": "offload_states reload_states repartition reset close",
 }
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
+from tests.support.training import plainly_trained
 from zeroshard.optim.copies import REFUSED, RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -82,25 +83,9 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(LEAVES, 40, generator=torch.Generator().manual_seed(step))
 
 
-def _plain(name: str) -> list[torch.Tensor]:
-    """Return the weights after the steps of torch alone, with the gradients of an engine's
-    leaves.
-    """
-    model, optimizer = _make(name)
-    reference = _model()
-    engine = zs.shard(reference, stage=0, leaves=LEAVES, units=[nn.Linear])
-    for step in range(STEPS):
-        with torch.no_grad():
-            for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-                mine.copy_(its)
-        for leaf in engine.leaves(step):
-            engine.backward(reference(_batch(step)[leaf : leaf + 1]).square().mean())
-        for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-            its.grad = engine.full_grad(mine)
-        engine.reset()
-        optimizer.step()
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
+    return loss
 
 
 def _train(
@@ -129,7 +114,8 @@ def test_what_was_tried_trains_and_goes_on_elsewhere_with_the_bits_of_one_proces
     name: str, tmp_path: Path
 ) -> None:
     _, kind, runs, _ = _lines()[name]
-    expected = _plain(name)
+    model, optimizer = _make(name)
+    expected = plainly_trained(model, _model(), STEPS, LEAVES, _loss, optimizer.step)
     for world, steps in ((2, 2), (3, STEPS)):
         ranks = run_ranks(world, _train, name, runs.startswith(WHOLE), steps, tmp_path)
         assert {told for _, told in ranks} == {kind}

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from tests.fuzz.optimizers import Hybrid, Lamb
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import train
+from tests.support.training import plainly_trained, train
 from zeroshard.optim.copies import unhooked_step
 
 FLAT_ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
@@ -55,23 +55,15 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(LEAVES, 40, generator=torch.Generator().manual_seed(step))
 
 
-def _plain(rule: str, steps: int = STEPS) -> list[torch.Tensor]:
+def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
+    return loss
+
+
+def _plain(rule: str, steps: int = STEPS, late: int | None = None) -> list[torch.Tensor]:
     """Return the weights after `steps` of torch alone, with the gradients of an engine's leaves."""
-    model, optimizer = _make(rule)
-    reference, _ = _make(rule)
-    engine = zs.shard(reference, stage=0, leaves=LEAVES, units=[nn.Linear])
-    for step in range(steps):
-        with torch.no_grad():
-            for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-                mine.copy_(its)
-        for leaf in engine.leaves(step):
-            engine.backward(reference(_batch(step)[leaf : leaf + 1]).square().mean())
-        for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-            its.grad = engine.full_grad(mine)
-        engine.reset()
-        optimizer.step()
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    (model, optimizer), (passes, _) = _make(rule), _make(rule)
+    return plainly_trained(model, passes, steps, LEAVES, _loss, optimizer.step, late=late)
 
 
 def _train(

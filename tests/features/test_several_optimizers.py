@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.features.test_whole_states import Odd
 from tests.fuzz.optimizers import Lamb
 from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import plainly_trained
 from zeroshard import deepspeed
 from zeroshard.deepspeed import optimizers
 
@@ -91,32 +93,28 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randint(24, (LEAVES, 5), generator=torch.Generator().manual_seed(step))
 
 
+def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1])
+    return loss
+
+
 @functools.cache
 def _plain(kind: str, steps: int = STEPS) -> list[torch.Tensor]:
     """Return the weights after `steps` of torch alone, with the clipped gradients of an engine's
     leaves.
     """
-    model, reference = _model(), _model()
+    model = _model()
     optimizers = MAKE[kind](model)
     schedulers = _schedulers(optimizers)
-    engine = zs.shard(reference, stage=0, leaves=LEAVES, units=[nn.Linear])
-    for step in range(steps):
-        with torch.no_grad():
-            for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-                mine.copy_(its)
-        for leaf in engine.leaves(step):
-            engine.backward(reference(_batch(step)[leaf : leaf + 1]))
-        norm = engine.clip_grad_norm_(CLIP)
-        assert float(norm) > CLIP
-        for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-            its.grad = engine.full_grad(mine) if mine.requires_grad else None
-        total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        assert float(total) == pytest.approx(CLIP, rel=1e-4)  # over the parameters of all
-        engine.reset()
+
+    def take() -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm(grads)  # over the parameters of all
+        assert float(total) == pytest.approx(CLIP, rel=1e-4)
         for one in [*optimizers, *schedulers]:
             one.step()
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return plainly_trained(model, _model(), steps, LEAVES, _loss, take, clip=CLIP)
 
 
 def _train(
@@ -507,6 +505,41 @@ def test_what_is_stepped_by_elements_is_cut_where_that_evens_the_ranks(rank: int
     assert kinds == [("Muon", 0, "matrix"), *adam]
     assert sum(one.elements[rank] for one in told) == numel
     engine.close()
+
+
+@on_ranks(2)
+def test_states_of_other_shapes_move_where_the_first_optimizer_has_none(rank: int) -> None:
+    plain, model = _model(), _model()
+    pairs = [
+        (one, [torch.optim.AdamW(_parts(one)[1]), Odd(_parts(one)[0])]) for one in (plain, model)
+    ]
+    engine = zs.shard(model, pairs[1][1], ownership="whole", units=[nn.Linear])
+    for step in range(3):
+        for one, optimizers in pairs:
+            one(_batch(step)).backward()
+            for each in optimizers:
+                each.step()
+            for each in optimizers:
+                each.zero_grad()
+        if step == 1:
+            engine.repartition(stage=1)
+    engine.close()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+@on_ranks(2)
+def test_what_stands_for_several_says_where_to_turn(rank: int) -> None:
+    model = _model()
+    engine = zs.shard(model, _sgd(model))
+    with pytest.raises(zs.StateError, match="stands for several"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(AttributeError, match=r"each of engine\.optimizer\.optimizers"):
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+    engine.close()
+    late = zs.shard(model, ownership="whole", precision=zs.Precision("bf16", moments="bf16"))
+    with pytest.raises(zs.ConfigError, match="moments='bf16' are stepped in parts"):
+        late.attach(_muon(model))
+    late.close()
 
 
 @on_ranks(2)

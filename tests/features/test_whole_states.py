@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import zeroshard as zs
 from tests.features.test_elastic import kept_at, servers
 from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import plainly_trained
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
@@ -230,26 +231,18 @@ def _assert_same(one: Any, other: Any, place: str = "") -> None:
         assert one == other, place
 
 
+def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
+    return loss
+
+
 @functools.cache
 def _plain(rule: str) -> list[torch.Tensor]:
     """Return the weights after all steps of torch alone, with the gradients of an engine's
     leaves.
     """
-    model, optimizer = _make(rule)
-    reference, _ = _make(rule)
-    engine = zs.shard(reference, stage=0, leaves=LEAVES, units=[nn.Linear])
-    for step in range(STEPS):
-        with torch.no_grad():
-            for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-                mine.copy_(its)
-        for leaf in engine.leaves(step):
-            engine.backward(reference(_batch(step)[leaf : leaf + 1]).square().mean())
-        for mine, its in zip(reference.parameters(), model.parameters(), strict=True):
-            its.grad = torch.empty_like(its).copy_(engine.full_grad(mine))
-        engine.reset()
-        optimizer.step()
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    (model, optimizer), (passes, _) = _make(rule), _make(rule)
+    return plainly_trained(model, passes, STEPS, LEAVES, _loss, optimizer.step)
 
 
 def _steps(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.features.test_ownership import LEAVES, RULES, STEPS, Raises, _batch, _make
+from tests.features.test_ownership import LEAVES, RULES, STEPS, Raises, _batch, _make, _plain
 from tests.support import inside
 from tests.support.harness import on_ranks, run_ranks
 from zeroshard.core.placement import Mesh, Tier
@@ -87,30 +87,6 @@ CASES: dict[int, list[Case]] = {
 }
 
 
-def _plain(rule: str, late: int | None = None, steps: int = STEPS) -> list[torch.Tensor]:
-    """Return the weights after `steps` of torch alone, with the gradients of an engine's leaves;
-    from step `late` on, passes compute without the newest update.
-    """
-    model, optimizer = _make(rule)
-    passes, _ = _make(rule)
-    engine = zs.shard(passes, stage=0, leaves=LEAVES, units=[nn.Linear])
-    pairs = [*zip(passes.parameters(), model.parameters(), strict=True)]
-    for step in range(steps):
-        for leaf in engine.leaves(step):
-            engine.backward(passes(_batch(step)[leaf : leaf + 1]).square().mean())
-        for mine, its in pairs:
-            its.grad = engine.full_grad(mine)
-        engine.reset()
-        before = [its.detach().clone() for its in model.parameters()]
-        optimizer.step()
-        is_late = late is not None and step >= late
-        with torch.no_grad():
-            for (mine, its), old in zip(pairs, before, strict=True):
-                mine.copy_(old if is_late else its)
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 def _steps(
     engine: zs.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]
 ) -> None:
@@ -144,7 +120,7 @@ def _train(
 
 
 def _check(rule: str, world: int, cases: Sequence[Case], path: Path) -> None:
-    expected = {late: _plain(rule, late) for late in {case.late for case in cases}}
+    expected = {late: _plain(rule, late=late) for late in {case.late for case in cases}}
     ranks = run_ranks(world, _train, rule, cases, path, timeout=120)
     for index, case in enumerate(cases):
         for rank, (found, tiers) in enumerate(one[index] for one in ranks):

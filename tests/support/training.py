@@ -383,3 +383,44 @@ def average_gradients(model: nn.Module) -> None:
 def equal(ours: State, expected: State) -> bool:
     """Return whether both have the same names and the same values."""
     return not differences(ours, expected)
+
+
+def plainly_trained(
+    model: nn.Module,
+    passes: nn.Module,
+    steps: int,
+    leaves: int,
+    loss_of: Callable[[nn.Module, int, int], torch.Tensor],
+    take: Callable[[], None],
+    *,
+    clip: float | None = None,
+    late: int | None = None,
+) -> list[torch.Tensor]:
+    """Return the weights of `model` after `steps` of torch alone: each `take` steps it by averages
+    of the `leaves` that an engine of `passes`, a model like it, computes of `loss_of` (the module,
+    step and leaf), clipped to `clip`; from step `late` on without the newest update. In one thread,
+    as the ranks of tests compute.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = zs.shard(passes, stage=0, leaves=leaves, units=[nn.Linear])
+    pairs = [*zip(passes.parameters(), model.parameters(), strict=True)]
+    for step in range(steps):
+        for leaf in engine.leaves(step):
+            engine.backward(loss_of(passes, step, leaf))
+        if clip is not None:
+            assert float(engine.clip_grad_norm_(clip)) > clip
+        for mine, its in pairs:
+            its.grad = None
+            if mine.requires_grad:
+                its.grad = torch.empty_like(its).copy_(engine.full_grad(mine))
+        engine.reset()
+        before = [its.detach().clone() for its in model.parameters()]
+        take()
+        is_late = late is not None and step >= late
+        with torch.no_grad():
+            for (mine, its), old in zip(pairs, before, strict=True):
+                mine.copy_(old if is_late else its)
+    engine.close()
+    torch.set_num_threads(threads)
+    return [parameter.detach().clone() for parameter in model.parameters()]

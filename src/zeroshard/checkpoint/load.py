@@ -200,7 +200,12 @@ class StepLoader:
         assert self._saved.manifest.optimizer is not None
         state, apart, here = dict[str, Any](), dict[str, Any](), owned.tensor.device
         for key, value in self._saved.manifest.optimizer["scalars"].get(name, {}).items():
-            found = decode(value, lambda place: self._fetch(0, place).to(here, copy=True))
+            try:
+                found = decode(value, lambda place: self._fetch(0, place).to(here, copy=True))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self._saved.path}: optimizer state {key!r} of parameter {name!r}: {error}"
+                ) from error
             (apart if is_apart(found) else state)[key] = found
         part, piece = self._parts[owned.name], owned.piece
         by_shape = self._by_shape[owned.group]

@@ -106,6 +106,19 @@ class JointOptimizer(torch.optim.Optimizer):
         for one, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             one.load_state_dict(state)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise StateError: groups are added to one of them, before ``shard()``."""
+        raise StateError(
+            "engine.optimizer stands for several optimizers: call engine.close(), add the group to"
+            " one of them and shard() again"
+        )
+
+    def __getattr__(self, name: str) -> Any:  # the base's own hooks
+        raise AttributeError(
+            f"engine.optimizer stands for several optimizers and has no {name!r}: register hooks on"
+            " each of engine.optimizer.optimizers"
+        )
+
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self.optimizers))}]"
 

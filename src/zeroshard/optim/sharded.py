@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Tier
-from zeroshard.errors import StateError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
@@ -116,6 +116,11 @@ class ShardedOptimizer:
         optimizer = self.optimizer
         for one in each_of(optimizer):
             check_rule(one, whole=self._shapes)
+        if self._shapes and self.states.rounded is not None:
+            raise ConfigError(
+                "moments='bf16' are stepped in parts, and the optimizer steps whole parameters:"
+                " leave it out, or take an elementwise optimizer, for example torch.optim.AdamW"
+            )
         self.parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._take(tiles)
         new_state: list[tuple[ParamShard, dict[str, Any]]] = []

@@ -84,6 +84,17 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from plain_tensors(item)
 
 
+def _on(value: Any, device: torch.device) -> Any:
+    """Return a state with the tensors in it on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on(item, device) for item in value)
+    return value
+
+
 def is_apart(value: object) -> bool:
     """Whether a state that is no moment is more than a number."""
     return any(one.dim() or one is not value for one in plain_tensors(value))
@@ -137,7 +148,7 @@ class TileStates:
         ]
         self.whole = any(self.by_shape)
         self._optimizer = optimizer
-        self._rounded = rounded
+        self.rounded = rounded
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
         self._trials: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
@@ -213,10 +224,9 @@ class TileStates:
         """
         for shard, state in zip(tile.shards, opened, strict=True):
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
                 if not self._is_moment(shard, value):
-                    state[key] = value.cpu()  # a step count: a fused step has it on the device
+                    # a step count, too: a fused step has it on the device
+                    state[key] = _on(value, torch.device("cpu"))
                     continue
                 if key not in moments:
                     moments[key] = make(key, value.dtype)
@@ -339,8 +349,8 @@ class TileStates:
                 like = kept.get(key, value if kept else shard.tensor)
                 out[key] = value.to(like.device, copy=True)
             else:
-                out[key] = copy.deepcopy(value)
-        return settled(shard, out) if self.by_shape[shard.group] else out
+                out[key] = _on(copy.deepcopy(value), here)
+        return settled(shard, out) if self.by_shape[group] else out
 
     def at_rest(self, shard: ParamShard, key: str) -> tuple[State, int]:
         """Return in which State `key` of a shard rests, and where in it the shard begins."""
@@ -377,8 +387,8 @@ class TileStates:
         """Move state of a tile that is still on the device (created before shard(), or just
         loaded) to its tier; round moments that were stepped, or loaded.
         """
-        if self._rounded is not None and tile.method is StepMethod.DECODED:
-            self._cast(tile, self._rounded)
+        if self.rounded is not None and tile.method is StepMethod.DECODED:
+            self._cast(tile, self.rounded)
         # numbers that stand in the optimizer
         keys = ((shard, key) for shard in tile.shards for key in self.moments(shard))
         if tile.method.off_device and any(not self._is_away(*pair) for pair in keys):
@@ -387,13 +397,13 @@ class TileStates:
 
     def widen(self, tile: Tile) -> None:
         """Let moments that rest in fewer bits be fp32 until `put_to_rest`."""
-        if self._rounded is not None and tile.method is StepMethod.DECODED:
+        if self.rounded is not None and tile.method is StepMethod.DECODED:
             self._cast(tile, torch.float32)
 
     def _cast(self, tile: Tile, dtype: torch.dtype) -> None:
         for shard in tile.shards:
             for key, value in self.moments(shard).items():
-                if value.dtype in (torch.float32, self._rounded):
+                if value.dtype in (torch.float32, self.rounded):
                     self.of(shard)[key] = value.to(dtype)
 
     def bytes_by_tier(self, tiles: Sequence[Tile], more: Iterable[Storage]) -> dict[Tier, int]:
@@ -403,11 +413,12 @@ class TileStates:
         for storage in chain(*resting, more):
             out[storage.tier] = out.get(storage.tier, 0) + storage.num_bytes
         known: set[int] = set()  # tables that parameters share count once
-        for value in (v for tile in tiles for s in tile.shards for v in self.of(s).values()):
-            for one in plain_tensors(value):
+        for shard in (shard for tile in tiles for shard in tile.shards):
+            tier = Tier.HOST if shard.method.off_device else Tier.DEVICE
+            for one in chain.from_iterable(map(plain_tensors, self.of(shard).values())):
                 if one.numel() > 1 and 0 not in one.stride() and one.data_ptr() not in known:
                     known.add(one.data_ptr())
-                    out[Tier.DEVICE] = out.get(Tier.DEVICE, 0) + one.numel() * one.element_size()
+                    out[tier] = out.get(tier, 0) + one.numel() * one.element_size()
         return out
 
 

@@ -77,7 +77,7 @@ class Training:
     `master` ("fp32", "bf16", "remainder") and `moments` ("fp32", "bf16") are as in `zs.Precision`:
     rows on the device alone are planned where states are decoded for their step.
     `optimizer` is "adam" or "adamw", "adam-fused" (the same with ``fused=True``: no temporaries in
-    a step), "adam-bf16" (moments in bf16), "adam-8bit" (planned only), "momentum" (SGD with it),
+    a step), "adam-bf16" (moments in bf16), "adam-8bit" (owned whole), "momentum" (SGD with it),
     "muon" (of matrices, AdamW of tables and vectors) or "sgd". `batch` sequences of `sequence`
     tokens are one micro-batch of one GPU; `micro_batches` of them, all but the last inside
     ``no_sync()``, are a step. `checkpointing`: every block is recomputed in the backward.
@@ -131,6 +131,12 @@ class Training:
             if value not in choices:
                 known = ", ".join(choice for choice in choices if choice)
                 raise ConfigError(f"{name}={value!r} is not one of {known}")
+        if self.decodes and self.optimizer in ("muon", "adam-8bit"):
+            option = "master='remainder'" if self.master == "remainder" else "moments='bf16'"
+            raise ConfigError(
+                f"optimizer={self.optimizer!r} steps whole parameters, and {option} steps them in"
+                " parts: leave one of them out"
+            )
         for name in ("batch", "sequence", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is less than one")

@@ -291,8 +291,12 @@ def facts(model: nn.Module, settings: Config, world: int) -> dict[str, Any]:
     offload = settings.offload
     if not isinstance(offload.fraction, str) and offload.fraction != 1.0:
         raise ConfigError("policy='auto' does not plan offload.fraction: name a row of the table")
-    if not offload.away and (offload.fraction != 1.0 or offload.delayed_update is not None):
-        option = "fraction" if offload.fraction != 1.0 else "delayed_update"
+    options = {
+        "fraction": offload.fraction != 1.0,
+        "delayed_update": offload.delayed_update is not None,
+        "step_in_backward": offload.step_in_backward,
+    }
+    for option in [] if offload.away else [name for name, is_set in options.items() if is_set]:
         raise ConfigError(
             f"offload.{option} with policy='auto' needs a tier: say offload.optimizer='host'"
         )

@@ -178,7 +178,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if training.precision == "bf16" and not presets().get(machine.name, {}).get("bf16", True):
         yield "note", f"{machine.name} has no bf16 arithmetic: times are fp16's, take fp16 there"
     if training.optimizer == "adam-8bit":
-        yield "note", "8-bit Adam is planned only: zs.shard refuses what is not elementwise"
+        yield "note", "8-bit Adam runs with ownership='whole': --shares whole plans each rank"
     # a traced pass is of the whole model, not of its stages
     trace = plan.model.trace
     lacks_activations = plan.model.decoder is None and (trace is None or axes is not None)

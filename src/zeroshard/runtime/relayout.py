@@ -108,7 +108,8 @@ class OffloadedStates:
                 self._put(f"{segment.key} gradient", resting.numbers.whole, resting.replace)
         if self._sharded is not None:
             for shard in self._sharded.pieces():
-                for value in self._sharded.states.of(shard).values():
+                here = {} if shard.method.off_device else self._sharded.states.of(shard)
+                for value in here.values():
                     for one in plain_tensors(value):
                         if one.dim() and one.numel() and 0 not in one.stride():
                             self._put(f"{shard.name} state", one, partial(setattr, one, "data"))
