@@ -509,17 +509,19 @@ def test_what_is_stepped_by_elements_is_cut_where_that_evens_the_ranks(rank: int
 
 @on_ranks(2)
 def test_states_of_other_shapes_move_where_the_first_optimizer_has_none(rank: int) -> None:
+    def make(model: nn.Module) -> Optimizers:
+        matrices, rest = _parts(model)
+        return [torch.optim.AdamW(rest), Odd(matrices)]
+
     plain, model = _model(), _model()
-    pairs = [
-        (one, [torch.optim.AdamW(_parts(one)[1]), Odd(_parts(one)[0])]) for one in (plain, model)
-    ]
+    pairs = [(one, make(one)) for one in (plain, model)]
     engine = zs.shard(model, pairs[1][1], ownership="whole", units=[nn.Linear])
     for step in range(3):
-        for one, optimizers in pairs:
+        for one, of_one in pairs:
             one(_batch(step)).backward()
-            for each in optimizers:
+            for each in of_one:
                 each.step()
-            for each in optimizers:
+            for each in of_one:
                 each.zero_grad()
         if step == 1:
             engine.repartition(stage=1)

@@ -314,6 +314,12 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     if call.optimizer is not None:
         is_first = mesh_axes.rank == 0
         checks.check_whole_steps(call.optimizer, settings, model, is_first=is_first)
+        if is_first and settings.offload.step_in_backward and not is_elementwise(call.optimizer):
+            _log.warning(
+                "offload.step_in_backward has no effect on %s: it steps one optimizer of"
+                " torch.optim's elementwise classes ahead",
+                class_name(call.optimizer),
+            )
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)
