@@ -93,6 +93,8 @@ class _Rig:
         self._model = nn.Sequential(
             *(nn.Linear(width, width, bias=False) for _ in range(max(1, numel // width**2)))
         )
+        for parameter in self._model.parameters():
+            parameter.data *= math.sqrt(3)  # as large after many layers: denormal numbers are slow
         self.numel = sum(parameter.numel() for parameter in self._model.parameters())
         self._optimizer = adamw(self._model.parameters())
         self._engine = zs.shard(self._model, self._optimizer, policy=row, offload=offload)

@@ -23,7 +23,9 @@ from tests.support.training import plainly_trained
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
+from zeroshard.core.shares import BLOCKS
 from zeroshard.formats.export import export
+from zeroshard.optim.copies import plain_tensors
 from zeroshard.runtime.engine import states_of
 
 STEPS, LEAVES = 4, 6
@@ -193,9 +195,9 @@ OTHERS: dict[str, Any] = {
 
 def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    # a factor of [40, 1] has as many elements as its parameter, and as its flat shard
-    model = nn.Sequential(nn.Linear(24, 192), nn.Tanh(), nn.Linear(192, 40), nn.Linear(40, 1))
-    model.append(nn.Linear(1, 40, bias=False))
+    # a factor of [64, 1] has as many elements as its parameter, and as its flat shard
+    model = nn.Sequential(nn.Linear(64, 192), nn.Tanh(), nn.Linear(192, 64), nn.Linear(64, 1))
+    model.append(nn.Linear(1, 64, bias=False))
     last = model[2].weight  # it lies column by column
     model[2].weight = nn.Parameter(last.detach().t().contiguous().t())
     optimizer = (RULES | OTHERS)[rule](model.parameters())
@@ -203,7 +205,7 @@ def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _batch(step: int) -> torch.Tensor:
-    return torch.randn(LEAVES, 24, generator=torch.Generator().manual_seed(step))
+    return torch.randn(LEAVES, 64, generator=torch.Generator().manual_seed(step))
 
 
 def _copied(state: Any) -> Any:
@@ -292,6 +294,36 @@ def test_states_of_any_shape_have_the_bits_of_one_process(rule: str) -> None:
     for world, row in ((1, "zero3"), (2, "zero1"), (2, "ddp"), (3, "zero2"), (4, "zero3")):
         for found in run_ranks(world, _train, rule, row):
             assert all(map(torch.equal, found, _plain(rule))), (world, row)
+
+
+def _held(rank: int, world: int, rule: str) -> tuple[list[tuple[str, int, int]], int]:
+    """Return what this rank steps, and the elements in what its optimizer keeps."""
+    model, optimizer, engine = _shard(rule, "zero3")
+    _steps(model, optimizer, engine, 0, 1)
+    shards, kept = [*states_of(engine).stepped_pieces()], 0
+    for value in (value for one in shards for value in optimizer.state[one.tensor].values()):
+        kept += sum(one.numel() for one in plain_tensors(value) if one.numel() > 16)
+    engine.close()
+    return [(one.name, one.piece.start, one.piece.stop) for one in shards], kept
+
+
+@pytest.mark.parametrize("rule", ["8bit", "subclass", "odd"])
+def test_states_of_blocks_are_cut_with_their_parameter_between_blocks(rule: str) -> None:
+    sizes = {name: parameter.numel() for name, parameter in _make(rule)[0].named_parameters()}
+    ranks = run_ranks(3, _held, rule)
+    cut = {
+        (name, place)
+        for shards, _ in ranks
+        for name, start, stop in shards
+        for place in {start, stop} - {0, sizes[name]}
+    }
+    # not the rule of numbers that go by the parameter's shape, and not what lies column by column
+    blocks = {("0.weight", BLOCKS), ("0.weight", 2 * BLOCKS)}
+    assert cut and cut <= blocks if rule != "odd" else not cut
+    if rule != "odd":
+        for shards, kept in ranks:
+            elements = sum(stop - start for _, start, stop in shards)
+            assert 1.99 * elements <= kept <= 2.1 * elements
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -466,7 +498,7 @@ def test_a_checkpoint_has_them_in_its_files_with_hashes(tmp_path: Path) -> None:
         _steps(model, optimizer, engine, 1, 2)  # a copy of the states is being written
     manifest = json.loads((path / "manifest.json").read_text())
     (entry,) = [one for one in manifest["tensors"] if one["kind"] == "0.weight|state.m@0"]
-    assert entry["dtype"] == "U8" and entry["shape"] == [192, 24] and len(entry["hashes"]) == 1
+    assert entry["dtype"] == "U8" and entry["shape"] == [12288] and len(entry["hashes"]) == 1
     parsed = Manifest.parse((path / "manifest.json").read_bytes(), "")
     kinds = {one["kind"] for one in summarize(parsed)["tensors"]}
     assert {"value", "state.m", "state.v", "state.absmax m", "state.table"} <= kinds
@@ -474,8 +506,10 @@ def test_a_checkpoint_has_them_in_its_files_with_hashes(tmp_path: Path) -> None:
     export(path, tmp_path / "step.pt", "torch")
     content = torch.load(tmp_path / "step.pt")["optimizer"]["0.weight"]
     shown = _states(engine)["0.weight"]
-    _assert_same({key: content[key] for key in ("m", "absmax m", "step")},
-                 {key: shown[key] for key in ("m", "absmax m", "step")})  # fmt: skip
+    assert content["m"].shape == (192, 64) and "m@cut" not in content
+    content["m"] = content["m"].flatten()
+    for key in ("m", "absmax m", "step"):
+        _assert_same(content[key], shown[key], key)
     file = path / manifest["files"][0]["name"]
     data = bytearray(file.read_bytes())
     data[manifest["files"][0]["header_bytes"] + entry["offset"]] ^= 1
@@ -576,5 +610,5 @@ def test_states_of_another_shape_are_none_of_parameter_states() -> None:
     states = zs.ParameterStates(engine, model[0].weight)
     assert states.state("row_var") is None
     with pytest.raises(zs.StateError, match="'row_var' of this parameter has another shape"):
-        states.set_state("row_var", torch.zeros(192, 24))
+        states.set_state("row_var", torch.zeros(192, 64))
     engine.close()

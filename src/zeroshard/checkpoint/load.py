@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
 
 from zeroshard.checkpoint.kept import (
     Holdings,
@@ -33,7 +32,7 @@ from zeroshard.checkpoint.kept import (
     tell_saved,
     telling_keeper,
 )
-from zeroshard.checkpoint.manifest import BUFFER, row_stride
+from zeroshard.checkpoint.manifest import BUFFER, CUT, range_in, row_stride
 from zeroshard.checkpoint.pipeline_stages import names_elsewhere, rank_there
 from zeroshard.checkpoint.rank_part import (
     EXTRA,
@@ -51,14 +50,23 @@ from zeroshard.checkpoint.rank_part import (
 )
 from zeroshard.checkpoint.step_reader import Match, StepReader, Wanted
 from zeroshard.checkpoint.steps import list_steps, remember_steps, saved_order
-from zeroshard.core.boxes import Span
+from zeroshard.core.boxes import Span, overlap
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import STATE, VALUE, Part, Tier
 from zeroshard.core.values import common_part, decode
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
-from zeroshard.optim.copies import TRIAL_SHAPE, WHOLE, fitted_state, flatten, state_after_trial
+from zeroshard.optim.copies import (
+    TRIAL_SHAPE,
+    WHOLE,
+    fitted_state,
+    flatten,
+    is_plain,
+    joined,
+    state_after_trial,
+)
 from zeroshard.optim.several import class_name, owner, owner_of_group
 from zeroshard.optim.shards import ParamShard
-from zeroshard.optim.tiles import is_apart, is_plain, settled
+from zeroshard.optim.tiles import TileStates, is_apart, settled
 from zeroshard.runtime.access import curve_of, departures
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, RestingPiece, states_of
@@ -92,6 +100,7 @@ class StepLoader:
         self._parts = {name: part for name, (part, _) in whole_parts(engine, experts).items()}
         # by param group: whether the optimizer steps whole parameters in their shapes
         self._by_shape: Sequence[bool] = ()
+        self._states_here: TileStates | None = None  # of the optimizer
         self._rank = rank_there(engine, saved.manifest.world, saved.manifest.places)
         # (to, from): masters, weights, averages
         self._copies: list[tuple[RestingPiece, Callable[[], torch.Tensor]]] = []
@@ -150,7 +159,7 @@ class StepLoader:
         }
         beside = {name: ema.averages for name, ema in averages.items()}
         for table in states_of(self._engine).tables(beside):
-            self._by_shape = table.by_shape
+            self._by_shape, self._states_here = table.by_shape, table.tile_states
             for piece in table.pieces((VALUE, *beside)):
                 name = self._match.there.get(id(piece.parameter))
                 if name is not None:
@@ -163,21 +172,22 @@ class StepLoader:
         """Raise CheckpointError for saved options with which the optimizer cannot step."""
         optimizer, home = self._engine.optimizer, states_of(self._engine).device
         assert optimizer is not None
-        states, groups_here = states_of(self._engine), states_of(self._engine).param_groups()
-        pieces = states.stepped_pieces()
-        shapes = {id(o.tensor): self._trial_shape(o.parameter, o.group) for o in pieces}
+        pieces = states_of(self._engine).stepped_pieces()
+        shapes = {id(o.tensor): self._trial_shape(o.shape, o.group) for o in pieces}
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             options, rule = {**mine, **saved}, owner_of_group(optimizer, index)
-            first = next((self._trial_shape(p, index) for p in groups_here[index]), TRIAL_SHAPE)
-            # a fraction cuts a group: its step counts lie where its pieces are
+            # a fraction cuts a group: its step counts lie where its pieces are; a rule that goes by
+            # shapes is tried on pieces alone
             kinds = {
-                id(one): (one.dtype, one.device, home, shapes.get(id(one), first))
+                id(one): (one.dtype, one.device, home, shapes.get(id(one), TRIAL_SHAPE))
                 for one in mine["params"]
+                if id(one) in shapes or not self._by_shape[index]
             }
+            others = [] if self._by_shape[index] else [(torch.float32, home, home, TRIAL_SHAPE)]
             try:
                 trials = {
                     kind: state_after_trial(rule, options, *kind)
-                    for kind in {*kinds.values()} or [(torch.float32, home, home, first)]
+                    for kind in {*kinds.values()} or others
                 }
             except Exception as error:
                 raise CheckpointError(
@@ -186,11 +196,11 @@ class StepLoader:
                 ) from error
             self._trials |= {one: trials[kind] for one, kind in kinds.items()}
 
-    def _trial_shape(self, parameter: nn.Parameter, group: int) -> tuple[int, ...]:
-        """Return the shape with which the rule of a param group is tried out on all or a part of a
-        `parameter`. Which states it keeps of a whole one may go by its shape and size.
+    def _trial_shape(self, stepped: Sequence[int], group: int) -> tuple[int, ...]:
+        """Return the shape with which the rule of a param group is tried out on what is `stepped`
+        in a shape. Which states it keeps of that may go by its shape and size.
         """
-        shape = list(parameter.shape if self._by_shape[group] else TRIAL_SHAPE)
+        shape = list(stepped if self._by_shape[group] else TRIAL_SHAPE)
         while prod(shape) > _TRIAL_NUMEL:
             shape[shape.index(max(shape))] //= 2
         return tuple(shape)
@@ -199,30 +209,49 @@ class StepLoader:
         """Return the optimizer's state of one piece."""
         assert self._saved.manifest.optimizer is not None
         state, apart, here = dict[str, Any](), dict[str, Any](), owned.tensor.device
-        for key, value in self._saved.manifest.optimizer["scalars"].get(name, {}).items():
+        part, piece = self._parts[owned.name], owned.piece
+        by_shape, states = self._by_shape[owned.group], self._states_here
+        span, scalars = (piece.start, piece.stop), self._saved.manifest.optimizer["scalars"]
+        ranges = dict[str, dict[Range, Any]]()
+        for saved_key, value in scalars.get(name, {}).items():
+            key, of_range = range_in(saved_key, part.numel)
+            if key.endswith(CUT) or not overlap(of_range, span):
+                continue
             try:
                 found = decode(value, lambda place: self._fetch(0, place).to(here, copy=True))
             except ValueError as error:
                 raise CheckpointError(
                     f"{self._saved.path}: optimizer state {key!r} of parameter {name!r}: {error}"
                 ) from error
-            (apart if is_apart(found) else state)[key] = found
-        part, piece = self._parts[owned.name], owned.piece
-        by_shape = self._by_shape[owned.group]
-        for key in () if by_shape else tuple(apart):
-            value = apart.pop(key)
-            if not is_plain(value) or value.shape != part.shape or not part.is_whole:
-                raise CheckpointError(
-                    f"{self._saved.path}: optimizer state {key!r} of parameter {name!r} is whole"
-                    f" there and cannot be cut into parts: {WHOLE}"
-                )
-            state[key] = flatten(value, owned.stride)[piece.start : piece.stop].clone()
+            ranges.setdefault(key, {})[of_range] = found
+        for key, parts in ranges.items():
+            found, is_cut = next(iter(parts.values())), scalars[name].get(key + CUT)
+            if is_apart(found) and is_cut:
+                found = joined(sorted(parts.items()), span, iter(is_cut), owned.shape)
+            elif is_plain(found) and found.shape == part.shape != owned.shape and part.is_whole:
+                found = owned.shaped(flatten(found, owned.stride)[piece.start : piece.stop].clone())
+            elif is_apart(found) and by_shape:
+                assert states is not None, name
+                of_ranges = {of_range: {key: one} for of_range, one in parts.items()}
+                try:
+                    found = states.gathered(owned, owned.group, of_ranges)[key]
+                except ConfigError as error:
+                    raise CheckpointError(f"{self._saved.path}: {error}") from error
+            if is_apart(found) and not by_shape:
+                if not is_plain(found) or found.numel() != piece.numel:
+                    raise CheckpointError(
+                        f"{self._saved.path}: optimizer state {key!r} of parameter {name!r} is"
+                        f" whole there and cannot be cut into parts: {WHOLE}"
+                    )
+                found = found.reshape(-1)
+            is_whole = by_shape and is_apart(found)
+            (apart if is_whole else state)[key] = found
         for kind in kinds:
             key = kind.removeprefix(STATE)
-            span = Span(part, owned.stride, piece.start, piece.stop)
-            state[key] = self._saved.range(name, kind, span).to(here)
+            place = Span(part, owned.stride, piece.start, piece.stop)
+            state[key] = self._saved.range(name, kind, place).to(here)
             if by_shape:
-                state[key] = state[key].as_strided(owned.parameter.shape, owned.stride)
+                state[key] = owned.shaped(state[key])
         trial = dict(self._trials.get(id(owned.tensor), {}))
         for key, one in tuple(trial.items()) if by_shape else ():
             is_coded = is_apart(one) and not (is_plain(one) and one.is_floating_point())

@@ -38,6 +38,7 @@ from pydantic import (
 )
 
 from zeroshard.core.boxes import Box, check_boxes
+from zeroshard.core.layout import Range
 from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import is_deeper
 
@@ -78,6 +79,23 @@ def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
 def shard_name(rank: int, world: int) -> str:
     """Return the name of the file of one of `world` ranks."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+CUT = "@cut"  # after a key: which tensors of a state are cut with its parameter
+_RANGED = re.compile(r"(.+)@(\d+):(\d+)", re.DOTALL)
+
+
+def ranged(key: str, start: int, stop: int) -> str:
+    """Return under which name an optimizer's state `key` of elements [start, stop) of a parameter
+    is saved, that is kept of these alone.
+    """
+    return f"{key}@{start}:{stop}"
+
+
+def range_in(name: str, numel: int) -> tuple[str, Range]:
+    """Return the key and the elements that a state was kept of: all `numel` if not `ranged`."""
+    found = _RANGED.fullmatch(name)
+    return (found[1], (int(found[2]), int(found[3]))) if found else (name, (0, numel))
 
 
 def row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -320,7 +338,8 @@ class Manifest:
         if optimizer is not None:
             scalars = dict[str, Any]()
             for index in reversed(indices):
-                scalars |= index["scalars"]
+                for name, numbers in index["scalars"].items():
+                    scalars.setdefault(name, {}).update(numbers)
             optimizer = {**optimizer, "scalars": scalars}
         files = [index["file"] for index in indices]
         tensors = [entry for index in indices for entry in index["tensors"]]

@@ -27,10 +27,12 @@ from torch import nn
 
 from zeroshard.checkpoint.manifest import (
     BUFFER,
+    CUT,
     ParameterEntry,
     ShardEntry,
     TensorEntry,
     digest,
+    ranged,
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
 from zeroshard.core.boxes import Box, box_of
@@ -39,6 +41,7 @@ from zeroshard.core.values import decode, encode, no_tensors
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.optim.copies import KEPT_STATES
 from zeroshard.optim.several import class_name
+from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.access import curve_of
 from zeroshard.runtime.ema import EMA
 from zeroshard.runtime.engine import Engine, states_of
@@ -420,7 +423,12 @@ def _collect_pieces(
     names, parts = names_of(engine.module), whole_parts(engine, experts)
     beside = {name: ema.averages for name, ema in averages.items()}
     for table in states_of(engine).tables(beside):
-        numbers, whole = table.numbers(), any(table.by_shape)
+        numbers, whole, states = table.numbers(), any(table.by_shape), table.tile_states
+        cuts = {
+            shard.name: states.cuts(shard, shard.group)
+            for shard in table.shards
+            if states is not None and whole
+        }
         for piece in table.pieces(share=True):
             name = experts.name(names[id(piece.parameter)][0])
             if name not in part.parameters or not parts[piece.name][1]:
@@ -431,16 +439,27 @@ def _collect_pieces(
             place, box = (name, piece.kind, piece.start, piece.stop), part.boxes.get(name, ())
             tensor = piece.tensor if piece.state.on_device else piece.borrowed
             part.stored.append((TensorEntry.piece(*place, code, box), tensor))
-            for key, value in numbers.get(piece.name, {}).items() if piece.kind == VALUE else ():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and not whole:
-                    raise CheckpointError(
-                        f"optimizer state {key!r} of parameter {name!r} has shape"
-                        f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
-                    )
-                path = f"optimizer state {key!r} of {name!r}"
-                of_whole = partial(_store_whole, part, path, f"{name}|{STATE}{key}")
-                store = of_whole if whole else no_tensors
-                part.scalars.setdefault(name, {})[key] = encode(value, path, store)
+            by_range = numbers.get(piece.name, {}) if piece.kind == VALUE else {}
+            for (start, stop), of_range in by_range.items():
+                is_ours = piece.start <= start < piece.stop
+                for key, value in of_range.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0 and not whole:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of parameter {name!r} has shape"
+                            f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
+                        )
+                    if whole and is_apart(value):
+                        if not is_ours:  # a peer of ours that owns it saves it
+                            continue
+                        scalars = part.scalars.setdefault(name, {})
+                        if key in cuts.get(piece.name, {}):
+                            scalars[key + CUT] = cuts[piece.name][key]
+                        if stop - start < parts[piece.name][0].numel:
+                            key = ranged(key, start, stop)
+                    path = f"optimizer state {key!r} of {name!r}"
+                    of_whole = partial(_store_whole, part, path, f"{name}|{STATE}{key}")
+                    store = of_whole if whole else no_tensors
+                    part.scalars.setdefault(name, {})[key] = encode(value, path, store)
 
 
 def _store_whole(part: RankPart, what: str, key: str, path: str, tensor: torch.Tensor) -> str:

@@ -76,6 +76,12 @@ class Config(Strict):
         " go by their norms or matrices (default: parts of equal size); whole_by_cost: and ranks"
         " take as long for Muon's products, with as much memory as that takes.",
     )
+    matrix_parts: dict[str, int | tuple[int, ...]] | None = Field(
+        default=None,
+        description="Parameters that an optimizer of matrices steps as several, by pattern of their"
+        " names: how many, along the first dimension, or how many rows each has (q, k, v of one"
+        " matrix; heads; experts). Beside ownership.",
+    )
     comm: Comm = Field(default=Comm(), description="How bytes travel.")
     loss_scale: LossScale | None = Field(
         default=None, description="How losses are scaled in fp16 (default: as GradScaler does)."
@@ -214,6 +220,10 @@ class Config(Strict):
             raise ValueError(
                 "policy='auto' plans ranks that are alike, without shares, ownership or tiers per"
                 " rank: name a row"
+            )
+        if self.matrix_parts is not None and self.ownership is None:
+            raise ValueError(
+                "matrix_parts are stepped by the rank that owns them: give ownership='whole'"
             )
         if self.shares is not None and self.ownership is not None:
             raise ValueError(
@@ -454,6 +464,7 @@ class ShardOptions(TypedDict, total=False):
     offload: Offload | dict[str, Any] | None
     shares: Sequence[float] | Literal["memory", "auto"] | None
     ownership: Ownership | None
+    matrix_parts: dict[str, int | Sequence[int]] | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

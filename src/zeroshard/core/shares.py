@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Literal
 
-from zeroshard.core.layout import ALIGN, Layout, Range, round_up
+from zeroshard.core.layout import ALIGN, Layout, Piece, Range, Slot, round_up
 from zeroshard.core.placement import Mesh
 from zeroshard.errors import ConfigError
 
@@ -88,44 +88,91 @@ Shares = tuple[Fraction, ...]  # of one, one per rank; they sum to 1
 Ownership = Literal["whole", "whole_by_cost"]  # in their place, as users name it
 
 
+BLOCKS = 4096  # elements: whole blocks of optimizers of 8 bits, which leave fewer in 32 bits
+
+
+def has_blocks(numel: int) -> bool:
+    """Whether a parameter of so many elements may be cut between blocks: it ends where one does."""
+    return numel > BLOCKS and not numel % BLOCKS
+
+
+# What ranks own together, one after another in a segment: the shape in which it is stepped, and the
+# multiple of elements on which it may be cut after all, 0: nowhere.
+Grain = tuple[tuple[int, ...], int]
+
+
 @dataclass(frozen=True)
 class WholeParameters:
     """In the place of shares: ranks own parameters whole, but for those with a name in `cut`, which
-    may be cut where that evens the ranks. Ranks get as many elements, or as much of the products
-    with which Muon orthogonalizes `matrices`.
+    may be cut where that evens the ranks, and in `blocks`, on multiples of `BLOCKS` elements. Ranks
+    get as many elements, or as much of the products with which Muon orthogonalizes `matrices`.
+
+    `parts`: parameters that are stepped as several of fewer rows, by name. A part of one row has no
+    first dimension where there are two more: it is an expert's matrix.
     """
 
     cut: frozenset[str] = frozenset()
     matrices: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
-    def weights(
-        self, segments: Sequence[Sequence[tuple[str, tuple[int, ...]]]], align: int
-    ) -> list[list[int]]:
-        """Return what each parameter of `segments` (name, shape) counts: its elements, and a matrix
-        its part of all products times the elements of all matrices.
+    def shapes(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the shapes in which a parameter is stepped, one after another."""
+        all_rows = next((rows for part_of, rows in self.parts if part_of == name), ())
+        is_stack = len(shape) > 2
+        parts = [shape[1:] if rows == 1 and is_stack else (rows, *shape[1:]) for rows in all_rows]
+        return parts or [shape]
+
+    def grains(self, name: str, shape: tuple[int, ...], align: int) -> list[Grain]:
+        """Return the grains of a parameter, one where its parts begin off multiples of `align`."""
+        if name in self.cut or name in self.blocks:
+            return [(shape, align if name in self.cut else math.lcm(align, BLOCKS))]
+        parts = self.shapes(name, shape)
+        is_aligned = all(math.prod(part) % align == 0 for part in parts[:-1])
+        return [(part, 0) for part in (parts if is_aligned else [shape])]
+
+    def stepped(self, piece: Piece, slot: Slot) -> list[tuple[Piece, tuple[int, ...]]]:
+        """Return what a rank that owns a `piece` of a parameter steps one by one, and in which
+        shapes.
         """
-        shapes = [s for segment in segments for name, s in segment if name in self.matrices]
-        numel, products = sum(map(math.prod, shapes)), sum(map(newton_schulz, shapes)) or 1
-        return [
-            [
-                max(newton_schulz(shape) * numel // products, 1)
-                if name in self.matrices
-                else round_up(math.prod(shape), align)
-                for name, shape in segment
-            ]
+        if slot.name in self.cut or slot.name in self.blocks:
+            return [(piece, (piece.numel,))]
+        shapes = self.shapes(slot.name, slot.shape)
+        out, ends = list[tuple[Piece, tuple[int, ...]]](), accumulate(map(math.prod, shapes))
+        for shape, stop in zip(shapes, ends, strict=True):
+            start = stop - math.prod(shape)
+            if piece.start <= start < piece.stop:
+                place = piece.shard_start + start - piece.start
+                out.append((replace(piece, start=start, stop=stop, shard_start=place), shape))
+        return out
+
+    def weight(self, segments: Iterable[Sequence[tuple[str, tuple[int, ...]]]]) -> Fraction:
+        """Return how many elements a multiplication of the products of `matrices` counts: as many
+        in all as these matrices have.
+        """
+        shapes = [
+            shape
             for segment in segments
+            for name, whole in segment
+            if name in self.matrices
+            for shape in self.shapes(name, whole)
         ]
+        return Fraction(sum(map(math.prod, shapes)), sum(map(newton_schulz, shapes)) or 1)
 
     def uncut(self, span: Range, layout: Layout) -> list[Range]:
-        """Return the ranges of `span` of a buffer, from its start on, that hold one parameter each
-        which is not cut anywhere.
+        """Return the ranges of `span` of a buffer, from its start on, that hold a grain each which
+        is not cut off the device: blocks neither.
         """
-        low, high = span
-        return [
-            (slot.offset - low, round_up(slot.stop, layout.align) - low)
-            for slot in layout.slots
-            if low <= slot.offset < high and slot.name not in self.cut
-        ]
+        (low, high), out = span, list[Range]()
+        for slot in layout.slots:
+            start = slot.offset
+            grains = self.grains(slot.name, slot.shape, layout.align)
+            for shape, _ in () if slot.name in self.cut else grains:
+                stop = round_up(start + math.prod(shape), layout.align)
+                if max(start, low) < min(stop, high):
+                    out.append((max(start, low) - low, min(stop, high) - low))
+                start = stop
+        return out
 
     def nearest(self, split: int, span: Range, layout: Layout) -> int:
         """Return the place nearest to `split` at which the first elements of `span` may end, so
@@ -203,28 +250,27 @@ def newton_schulz(shape: Sequence[int]) -> int:
 
 
 def whole_shares(
-    segments: Sequence[Sequence[tuple[int, bool]]],
+    segments: Sequence[Sequence[tuple[int, int]]],
     order: Sequence[int],
     *,
-    align: int = ALIGN,
     weights: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Return how much of each of `segments` every rank gets where ranks own parameters whole.
 
-    A segment is given by its parameters, in order: the size, and whether it may be cut after all,
-    on multiples of `align`. `order` is that of the ranks' ranges in a segment. Every rank gets
-    neighbours of a segment, perhaps none, so that all ranks have much the same of the `weights` in
-    the end (default: the sizes, which are also the weights of what may be cut): the segments with
-    the heaviest whole parameters are dealt out first (longest processing time, Graham 1969), and a
-    segment is poured over the ranks that have least, up to one level. A whole parameter goes to the
-    rank with the part of it that its middle lies in.
+    A segment is given by its parameters (or grains), in order: the size, and the multiple on which
+    it may be cut after all, 0: nowhere. `order`: of the ranks' ranges in a segment. Every
+    rank gets neighbours of a segment, perhaps none, so that all ranks have much the same of the
+    `weights` in the end (default: the sizes, which are also the weights of what may be cut): the
+    segments with the heaviest whole parameters are dealt out first (longest processing time, Graham
+    1969), and a segment is poured over the ranks that have least, up to one level. A whole
+    parameter goes to the rank with the part of it that its middle lies in.
     """
     loads, shares = [0] * len(order), [tuple[int, ...]()] * len(segments)
     weighed = weights or [[size for size, _ in segment] for segment in segments]
 
     def first(at: int) -> tuple[int, int]:
         pairs = zip(weighed[at], segments[at], strict=True)
-        return -max((weight for weight, (_, may_cut) in pairs if not may_cut), default=0), at
+        return -max((weight for weight, (_, multiple) in pairs if not multiple), default=0), at
 
     for at in sorted(range(len(segments)), key=first):
         places = [0, *accumulate(size for size, _ in segments[at])]
@@ -239,8 +285,8 @@ def whole_shares(
         for rank, due in zip(order, dues, strict=True):
             end = due * whole // dues[-1] if whole else 0
             index, inside = bisect_right(starts, end) - 1, 0
-            if end < whole and segments[at][index][1]:
-                inside = (end - starts[index]) // align * align
+            if end < whole and (multiple := segments[at][index][1]):
+                inside = (end - starts[index]) // multiple * multiple
             elif end < whole:
                 start, stop = starts[index : index + 2]
                 index += 2 * due * whole > (start + stop) * dues[-1]
@@ -298,12 +344,26 @@ class Dealer:
             by_kind.setdefault(kind, []).append(named_shapes)
         cuts: dict[Hashable, list[tuple[int, ...]]] = {}
         for kind, every in by_kind.items():
-            sizes = [
-                [(round_up(math.prod(shape), align), name in shares.cut) for name, shape in segment]
+            named = [
+                [
+                    (name, *grain)
+                    for name, shape in segment
+                    for grain in shares.grains(name, shape, align)
+                ]
                 for segment in every
             ]
-            weights = shares.weights(every, align) if shares.matrices else None
-            dealt = whole_shares(sizes, mesh.column_order, align=align, weights=weights)
+            sizes = [
+                [(round_up(math.prod(shape), align), at) for _, shape, at in one] for one in named
+            ]
+            each = shares.weight(every)
+            weights = [
+                [
+                    max(int(newton_schulz(shape) * each), 1) if name in shares.matrices else size
+                    for (name, shape, _), (size, _) in zip(*pair, strict=True)
+                ]
+                for pair in zip(named, sizes, strict=True)
+            ]
+            dealt = whole_shares(sizes, mesh.column_order, weights=weights)
             cuts[kind] = [
                 tuple(one[rank] for rank in order or range(mesh.size)) for one in reversed(dealt)
             ]

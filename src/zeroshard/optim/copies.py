@@ -22,14 +22,17 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from zeroshard.core.layout import Range
+from zeroshard.core.shares import BLOCKS
 from zeroshard.errors import ConfigError
 from zeroshard.system.device import undisturbed
 
@@ -212,6 +215,93 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+# --------------------------------------------------------------------------- states of other shapes
+# What a rule of blocks keeps of a parameter that is cut between blocks: tensors with numbers for
+# each of them, which are cut with it, and others that every part has (a table of codes).
+
+
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether `value` is a tensor with memory of its own, not a subclass that wraps others."""
+    return isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__")
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a state: itself, or what it wraps or has for items."""
+    if is_plain(value):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from plain_tensors(item)
+
+
+def block_states(
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, list[bool]] | None:
+    """Return, by state that `optimizer` keeps of flat numbers, which of the tensors in it are cut
+    with these; None where one is neither cut nor the same for any number of blocks.
+    """
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            few, many = (
+                state_after_trial(optimizer, options, dtype, device, device, (count * BLOCKS,))
+                for count in (1, 2)
+            )
+        pairs = {
+            key: list(zip(plain_tensors(few[key]), plain_tensors(many[key]), strict=True))
+            for key in few
+        }
+    except Exception:
+        return None
+    if any(b.shape not in (a.shape, (2 * a.numel(),)) for each in pairs.values() for a, b in each):
+        return None
+    return {key: [a.shape != b.shape for a, b in each] for key, each in pairs.items()}
+
+
+def joined(
+    parts: Sequence[tuple[Range, Any]],
+    here: Range,
+    is_cut: Iterator[bool],
+    shape: Sequence[int] = (-1,),
+) -> Any:
+    """Return a state of the elements `here` of a parameter, which have this `shape`, from states of
+    `parts` of it, in order, that cover these; `is_cut`: of each tensor in it, `block_states`.
+    """
+    (_, value), numel = parts[0], here[1] - here[0]
+    if is_plain(value):
+        if not next(is_cut):
+            return value
+        rows = list[torch.Tensor]()
+        for (start, stop), one in parts:
+            low, high = max(start, here[0]) - start, min(stop, here[1]) - start
+            length = stop - start
+            rows.append(one.reshape(-1)[low * one.numel() // length : high * one.numel() // length])
+        flat = torch.cat(rows)
+        return flat.view(shape) if flat.numel() == numel else flat
+
+    def inside(take: Callable[[Any], Any]) -> Any:
+        return joined([(span, take(one)) for span, one in parts], here, is_cut, shape)
+
+    if isinstance(value, torch.Tensor):
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        tensors = {name: inside(attrgetter(name)) for name in names}
+        like = torch.empty(numel, device="meta").view(shape)
+        if isinstance(context, list | tuple):  # some keep their own shape there
+            context = [like.shape if one == value.shape else one for one in context]
+        kind: Any = type(value)
+        return kind.__tensor_unflatten__(tensors, context, like.shape, like.stride())
+    if isinstance(value, Mapping):
+        return {key: inside(itemgetter(key)) for key in value}
+    if isinstance(value, list | tuple):
+        return type(value)(inside(itemgetter(index)) for index in range(len(value)))
+    return value
+
+
 # -------------------------------------------------------------------- modes of the user's optimizer
 # Schedule-free optimizers (Defazio et al., The Road Less Scheduled, 2024) train at one point and
 # evaluate at another, an average of where they have been. Their ``eval()`` moves the parameters
@@ -363,7 +453,7 @@ KEPT_STATES = (
 # match), with a tail that is no multiple of anything.
 _SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
 _CUTS = ((0, 192), (192, 19264), (19264, 32805))
-_COARSE_CUTS = ((0, 4096), (4096, 20480), (20480, 32805))  # whole blocks of any blockwise rule
+_BLOCK_CUTS = ((0, BLOCKS), (BLOCKS, 5 * BLOCKS), (5 * BLOCKS, 8 * BLOCKS))
 # values and gradients of each piece: norms of pieces must differ from the norm of the whole
 _SCALES = (1.0, 0.01, 30.0)
 _NUM_STEPS = 8  # RAdam begins at its sixth
@@ -373,9 +463,12 @@ _MIN_LR = 1e-3  # a schedule that warms up from 0 would hide everything
 SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
-def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None:
+def check_rule(
+    optimizer: torch.optim.Optimizer, *, whole: bool = False, stacks: Container[int] = ()
+) -> None:
     """Raise ConfigError unless `optimizer` gives the same bits on pieces of a parameter as on
-    the whole; where each rank owns `whole` ones, on some parameters as on all.
+    the whole; where each rank owns `whole` ones, on some parameters as on all. `stacks`: by id,
+    those that are stepped by what the first dimension counts.
 
     Classes of torch.optim are known by name. Any other class, subclasses of the known ones
     included, is probed with the options of each param group: eight steps on one parameter whole,
@@ -388,15 +481,19 @@ def check_rule(optimizer: torch.optim.Optimizer, *, whole: bool = False) -> None
         instead = _REMEDY if rule.kind is REFUSED else f"{WHOLE}, or {_REMEDY}"
         raise ConfigError(f"optimizer {name} cannot be sharded: {rule.why}; {instead}")
     _check_step(optimizer, name)
-    probed: list[str] = []
+    probed: list[tuple[str, set[int]]] = []
     for index, group in enumerate(optimizer.param_groups):
         options = repr(
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
         )
-        if options not in probed:
-            probed.append(options)
-            probe = _probe_whole if whole else _probe
-            probe(optimizer, index, f"optimizer {name} (param group {index})")
+        dims = {min(p.dim() - (id(p) in stacks), 4) for p in group["params"]} if whole else set()
+        if (options, dims) not in probed:
+            probed.append((options, dims))
+            told = f"optimizer {name} (param group {index})"
+            if whole:
+                _probe_whole(optimizer, index, told, dims - {0})
+            else:
+                _probe(optimizer, index, told)
 
 
 def known_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
@@ -516,7 +613,7 @@ def _trial(
     group = optimizer.param_groups[index]
     options = _options(group, off_device=False)
     model: Any = next(iter(group["params"]), None)
-    device = torch.device("cpu") if model is None or model.is_meta else model.device
+    device = _device_of(group)
     values, grads = _numbers(device)
 
     def steps(shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
@@ -539,6 +636,11 @@ def _trial(
         return parameter.detach().reshape(-1)
 
     return values, device, steps
+
+
+def _device_of(group: Mapping[str, Any]) -> torch.device:
+    model = next(iter(group["params"]), None)
+    return torch.device("cpu") if model is None or model.is_meta else model.device
 
 
 def _probe(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
@@ -585,10 +687,7 @@ def tried_rule(optimizer: torch.optim.Optimizer, index: int) -> Rule:
         with undisturbed(device):
             try:
                 *shaped, flat = (steps(shape, 0, len(values)) for shape in _SHAPES)
-                fine, coarse = (
-                    torch.cat([steps((stop - start,), start, stop) for start, stop in cuts])
-                    for cuts in (_CUTS, _COARSE_CUTS)
-                )
+                fine = torch.cat([steps((stop - start,), start, stop) for start, stop in _CUTS])
                 break
             except Exception as error:
                 raised = f"{type(error).__name__}: {error}"
@@ -598,14 +697,45 @@ def tried_rule(optimizer: torch.optim.Optimizer, index: int) -> Rule:
         return elementwise_rule(optimizer)
     if not all(torch.allclose(one, flat, rtol=1e-3) for one in shaped):
         return Rule(MATRIX, "a matrix is stepped otherwise than the vector of its numbers")
-    if torch.equal(coarse, flat):
+    if steps_blocks(optimizer, index):
         return Rule(BLOCKWISE, "pieces of whole blocks have the same bits")
     return Rule(PER_TENSOR, "pieces of a parameter come out otherwise")
 
 
-def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> None:
-    """Raise ConfigError unless two parameters end with the same bits alone and together, under the
-    options of param group `index`.
+def cuts_blocks(optimizer: torch.optim.Optimizer, index: int) -> bool:
+    """Whether a parameter of param group `index` may be cut on multiples of `BLOCKS` elements, and
+    what is kept of it too.
+    """
+    rule, options = known_rule(optimizer), optimizer.param_groups[index]
+    if rule is not None:  # torchao's, which would be compiled for each trial
+        return rule.kind is BLOCKWISE and not BLOCKS % getattr(optimizer, "block_size", BLOCKS)
+    device, dtype = _device_of(options), torch.float32
+    fits = block_states(optimizer, options, dtype, device) is not None
+    return fits and steps_blocks(optimizer, index)
+
+
+def steps_blocks(optimizer: torch.optim.Optimizer, index: int) -> bool:
+    """Whether trial steps with the options of param group `index` give the same bits on pieces of
+    whole blocks as on a parameter.
+    """
+    _, device, steps = _trial(optimizer, index, fresh=True)
+    numel = _BLOCK_CUTS[-1][1]
+    with undisturbed(device):
+        try:
+            whole = [
+                steps(shape, 0, numel) for shape in ((numel,), (BLOCKS // 16, numel * 16 // BLOCKS))
+            ]
+            pieces = [steps((stop - start,), start, stop) for start, stop in _BLOCK_CUTS]
+        except Exception:
+            return False
+    return all(torch.equal(one, torch.cat(pieces)) for one in whole)
+
+
+def _probe_whole(
+    optimizer: torch.optim.Optimizer, index: int, name: str, dims: Iterable[int]
+) -> None:
+    """Raise ConfigError unless two parameters of these `dims` end with the same bits alone and
+    together, under the options of param group `index`.
     """
     options = _options(optimizer.param_groups[index], off_device=False)
     values, grads = _numbers(torch.device("cpu"))
@@ -619,7 +749,6 @@ def _probe_whole(optimizer: torch.optim.Optimizer, index: int, name: str) -> Non
         _step_copy(optimizer, options, own)
         return [parameter.detach() for parameter in own]
 
-    dims = {min(p.dim(), 4) for p in optimizer.param_groups[index]["params"]} - {0}
     with undisturbed(torch.device("cpu")):
         for dim in sorted(dims):
             pair = (24, 16, 3, 3)[:dim], (8, 40, 3, 3)[:dim]

@@ -57,7 +57,7 @@ from zeroshard.memory import Trimmer
 from zeroshard.optim.copies import TileOptimizer
 from zeroshard.optim.several import tile_optimizer
 from zeroshard.optim.shards import StepMethod, Tile
-from zeroshard.optim.tiles import TileStates, reshape_state, shaped
+from zeroshard.optim.tiles import TileStates, reshape_state
 from zeroshard.state.gradient import Gradient
 from zeroshard.tier.store import Storage
 from zeroshard.tier.transfer import Memory
@@ -415,7 +415,7 @@ class TileRunner:
                 continue
             numbers, own = master[shard.span], grad[shard.span].to(master.dtype)
             if by_shape[shard.group]:
-                numbers, own = shaped(shard, numbers), shaped(shard, own)
+                numbers, own = shard.shaped(numbers), shard.shaped(own)
                 reshape_state(shard, opened[index], whole=True)
             parameter = stepped[index] = nn.Parameter(numbers)
             parameter.grad = own
@@ -428,7 +428,7 @@ class TileRunner:
                 opened[index] = states[parameter]
                 if by_shape[shards[index].group]:
                     if parameter.data_ptr() != master[shards[index].span].data_ptr():
-                        shaped(shards[index], master[shards[index].span]).copy_(parameter.data)
+                        shards[index].shaped(master[shards[index].span]).copy_(parameter.data)
                     reshape_state(shards[index], opened[index], whole=False)
 
 

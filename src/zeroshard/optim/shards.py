@@ -129,6 +129,9 @@ class ParamShard:
     parameter: nn.Parameter
     piece: Piece  # of the parameter
     stride: tuple[int, ...]  # of the parameter in the flat buffer
+    # in which a rule steps it that does not go element by element, and how the flat numbers lie
+    shape: tuple[int, ...]
+    shape_stride: tuple[int, ...]
     # [piece.numel]: a view of the master, or of one NaN while it rests on another tier
     tensor: nn.Parameter
     segment: SteppedSegment  # not the tile: a cycle would keep masters alive
@@ -143,6 +146,10 @@ class ParamShard:
     def span(self) -> slice:
         """Its range in its tile."""
         return slice(self.low, self.low + self.stop - self.start)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the `flat` numbers of it in its shape."""
+        return flat.as_strided(self.shape, self.shape_stride, flat.storage_offset())
 
     def is_used(self) -> bool:
         """Whether any rank used the parameter since the gradients were cleared."""

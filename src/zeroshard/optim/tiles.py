@@ -18,17 +18,23 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
+from zeroshard.core.boxes import overlap
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import Tier
-from zeroshard.errors import StateError
+from zeroshard.errors import ConfigError, StateError
 from zeroshard.memory import placeholder
 from zeroshard.optim.copies import (
     SCALARS,
+    block_states,
     flatten,
     is_elementwise,
+    is_plain,
+    joined,
+    plain_tensors,
     shard_state,
     state_after_trial,
 )
@@ -41,47 +47,20 @@ from zeroshard.tier.store import Storage
 
 def fitted_grad(shard: ParamShard, flat: torch.Tensor | None) -> torch.Tensor | None:
     """Return the `flat` gradient of `shard` in the shape that its tensor has now."""
-    if flat is None or flat.shape == shard.tensor.shape:
-        return flat
-    return shaped(shard, flat)
-
-
-def shaped(shard: ParamShard, flat: torch.Tensor) -> torch.Tensor:
-    """Return the `flat` numbers of `shard`, a whole parameter, in the shape of this one."""
-    shape = local_of(shard.parameter).shape
-    return flat.as_strided(shape, shard.stride, flat.storage_offset())
+    return flat if flat is None or flat.shape == shard.tensor.shape else shard.shaped(flat)
 
 
 def reshape_state(shard: ParamShard, state: dict[str, Any], *, whole: bool) -> None:
-    """Give the `state` of `shard`, a whole parameter, the shapes of a step, or let it be as it
-    rests again.
-    """
+    """Give the `state` of `shard` the shapes of a step, or let it be as it rests again."""
     if not whole:
         state.update(settled(shard, state))
         return
     flat, dtype = torch.Size([shard.piece.numel]), shard.tensor.dtype
     for key, value in state.items():
         if is_plain(value) and value.shape == flat and value.dtype is dtype:
-            state[key] = shaped(shard, value)
+            state[key] = shard.shaped(value)
         else:
             state[key] = _apart(shard, value, rests=False)
-
-
-def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether `value` is a tensor with memory of its own, not a subclass that wraps others."""
-    return isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__")
-
-
-def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a state: itself, or what it wraps or has for items."""
-    if is_plain(value):
-        yield value
-    elif isinstance(value, torch.Tensor):
-        for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from plain_tensors(getattr(value, name))
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from plain_tensors(item)
 
 
 def _on(value: Any, device: torch.device) -> Any:
@@ -101,19 +80,18 @@ def is_apart(value: object) -> bool:
 
 
 def settled(shard: ParamShard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `state` of a whole parameter, in the shapes of a step, as it rests: moments flat,
-    and others of the parameter's shape in its memory order.
+    """Return the `state` of `shard`, in the shapes of a step, as it rests: moments flat, and others
+    of its shape in its memory order.
     """
-    shape, out = local_of(shard.parameter).shape, dict[str, Any]()
+    shape, out = shard.shape, dict[str, Any]()
     for key, value in state.items():
         is_scalar = not shape and key in SCALARS  # of a parameter without dimensions
         if not is_plain(value) or value.shape != shape or is_scalar:
             out[key] = _apart(shard, value, rests=True)
         elif value.dtype is shard.tensor.dtype:
-            out[key] = flatten(value, shard.stride)
+            out[key] = flatten(value, shard.shape_stride)
         else:
-            room = torch.empty_strided(shape, shard.stride, dtype=value.dtype, device=value.device)
-            out[key] = room.copy_(value)
+            out[key] = shard.shaped(value.new_empty(shard.piece.numel)).copy_(value)
     return out
 
 
@@ -122,7 +100,7 @@ def _apart(shard: ParamShard, value: Any, *, rests: bool) -> Any:
     if not is_plain(value) or value.dtype is not shard.tensor.dtype or not value.dim():
         return value
     is_like = value.shape == (shard.piece.numel, *(1,) * (value.dim() - 1))
-    if not is_like or local_of(shard.parameter).dim() == 1:
+    if not is_like or len(shard.shape) == 1:
         return value
     return value.unsqueeze(-1) if rests else value.squeeze(-1)
 
@@ -152,6 +130,7 @@ class TileStates:
         self._placeholders: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by length and dtype
         # what the optimizer keeps of a parameter on the device, by param group and dtype
         self._trials: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        self._cuts: dict[tuple[int, torch.dtype], Mapping[str, list[bool]]] = {}
 
     def of(self, shard: ParamShard) -> dict[str, Any]:
         """Return the optimizer's own entry for a shard, {} before its first step."""
@@ -166,12 +145,16 @@ class TileStates:
         one that cannot be cut.
         """
         if self.by_shape[shard.group]:
-            lifted = {
-                key: value.to(shard.tensor.dtype)  # as the master is
-                for key, value in state.items()
-                if is_plain(value) and value.dtype is shard.parameter.dtype
-            }
-            return settled(shard, {**state, **lifted})
+            part, like = dict[str, Any](), local_of(shard.parameter)
+            for key, value in state.items():
+                if is_plain(value) and value.dtype is like.dtype:
+                    value = value.to(shard.tensor.dtype)  # as the master is
+                if is_plain(value) and value.shape == like.shape != shard.shape:
+                    flat = flatten(value, shard.stride)[shard.piece.start : shard.piece.stop]
+                    part[key] = shard.shaped(flat)
+                else:
+                    part |= self.gathered(shard, shard.group, {(0, like.numel()): {key: value}})
+            return settled(shard, part)
         return shard_state(
             {key: local_of(value) for key, value in state.items()},
             tuple(local_of(shard.parameter).shape),
@@ -180,6 +163,47 @@ class TileStates:
             stride=shard.stride,
             name=shard.name,
         )
+
+    def gathered(
+        self, shard: ParamShard, group: int, numbers: Mapping[Range, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the part of a shard, of param group `group`, in the states of its parameter that
+        are no moments, which were kept of these ranges of it. Raises ConfigError for one that
+        cannot be cut.
+        """
+        found: dict[str, list[tuple[Range, Any]]] = {}
+        here, out = (shard.piece.start, shard.piece.stop), dict[str, Any]()
+        for span, state in sorted(numbers.items()):
+            for key, value in state.items():
+                found.setdefault(key, []).append((span, value))
+        for key, kept in found.items():
+            parts = [(span, value) for span, value in kept if overlap(span, here)] or kept
+            span, out[key] = parts[0]
+            if not is_apart(out[key]) or not self.by_shape[group]:
+                continue
+            flags = self.cuts(shard, group).get(key)
+            if flags is not None:
+                out[key] = joined(parts, here, iter(flags))
+            elif span != here:
+                raise ConfigError(
+                    f"optimizer state {key!r} of parameter {shard.name!r} was kept of its elements"
+                    f" {span[0]} to {span[1]} and cannot be cut, and {here[0]} to {here[1]} are"
+                    " stepped here: give the same matrix_parts"
+                )
+        return out
+
+    def cuts(self, shard: ParamShard, group: int) -> Mapping[str, list[bool]]:
+        """Return, by state, which of the tensors in it are cut with the parameter of a shard: none
+        where it is not stepped by blocks.
+        """
+        if not self.by_shape[group] or shard.shape != (shard.piece.numel,):
+            return {}
+        dtype, device = shard.tensor.dtype, shard.tensor.device
+        if (group, dtype) not in self._cuts:
+            rule = owner_of_group(self._optimizer, group)
+            options = self._optimizer.param_groups[group]
+            self._cuts[group, dtype] = block_states(rule, options, dtype, device) or {}
+        return self._cuts[group, dtype]
 
     def _placeholder(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the placeholder of `numel` numbers, the same object each time."""
@@ -283,16 +307,17 @@ class TileStates:
             own = [shard for shard in shards if shard.method is StepMethod.BY_USER]
             group["params"] = [shard.tensor for shard in own] if whole else [*shown]
             for shard in own:
-                tensor, shape = shard.tensor, local_of(shard.parameter).shape
-                if (tensor.shape == shape) is whole:
+                tensor = shard.tensor
+                if (tensor.shape == shard.shape) is whole:
                     continue
                 stepped = tensor.data
                 tensor.grad = None
-                tensor.data = shaped(shard, stepped) if whole else flatten(stepped, shard.stride)
+                flat = stepped if whole else flatten(stepped, shard.shape_stride)
+                tensor.data = shard.shaped(flat) if whole else flat
                 if not whole:
                     shard.repoint()
                     if tensor.data_ptr() != stepped.data_ptr():  # of its own: bitsandbytes' can be
-                        shaped(shard, tensor.data).copy_(stepped)
+                        shard.shaped(tensor.data).copy_(stepped)
                 reshape_state(shard, self.of(shard), whole=whole)
 
     def _is_moment(self, shard: ParamShard, value: Any) -> bool:
@@ -331,9 +356,11 @@ class TileStates:
             if key not in moments
         }
 
-    def placed(self, shard: ParamShard, group: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of the `numbers` of a parameter's state, each on the device where the
-        optimizer keeps it of a parameter like `shard`, of param group `group`: on the host all.
+    def placed(
+        self, shard: ParamShard, group: int, numbers: Mapping[Range, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return copies of the part of a shard in `numbers` (`gathered`), each on the device where
+        the optimizer keeps it of a parameter like `shard`, of param group `group`: on the host all.
         """
         here, dtype, out = shard.tensor.device, shard.tensor.dtype, {}
         kept: dict[str, Any] = {}
@@ -344,7 +371,7 @@ class TileStates:
                 trial = state_after_trial(rule, options, dtype, here, here)
                 self._trials[group, dtype] = trial
             kept = self._trials[group, dtype]
-        for key, value in numbers.items():
+        for key, value in self.gathered(shard, group, numbers).items():
             if isinstance(value, torch.Tensor):
                 like = kept.get(key, value if kept else shard.tensor)
                 out[key] = value.to(like.device, copy=True)

@@ -7,11 +7,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any, get_args
 
 from zeroshard.core.placement import Scope, Tier
 from zeroshard.core.policy import ROWS, Policy
-from zeroshard.core.shares import Ownership, WholeParameters, newton_schulz, shares_of
+from zeroshard.core.shares import (
+    Ownership,
+    WholeParameters,
+    has_blocks,
+    newton_schulz,
+    shares_of,
+)
 from zeroshard.errors import ConfigError
 from zeroshard.planner.durations import checkpoint_bytes, checkpoint_times
 from zeroshard.planner.exact import LaidOut, StateBytes, sum_by_tier
@@ -284,9 +291,12 @@ class UnevenRow:
 
 def _owned(model: ModelShape, training: Training, *, by_cost: bool) -> WholeParameters:
     """Return which parameters ranks own whole, and what they are dealt by."""
+    groups = [group for unit in model.units for group in unit.groups]
+    if training.optimizer == "adam-8bit":
+        sizes = {name: prod(shape) for group in groups for name, shape in group.shapes}
+        return WholeParameters(blocks=frozenset(name for name in sizes if has_blocks(sizes[name])))
     if training.optimizer != "muon":
         return WholeParameters()
-    groups = [group for unit in model.units for group in unit.groups]
     names = frozenset(name for group in groups for name, _ in group.shapes)
     matrices = frozenset[str]().union(*(group.matrices for group in groups))
     return WholeParameters(names - matrices, matrices if by_cost else frozenset())

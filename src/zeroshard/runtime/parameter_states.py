@@ -214,7 +214,8 @@ class ParameterStates:
                     f"the optimizer has no state {key!r} of this parameter; it has"
                     f" {', '.join(map(repr, held)) or 'none before its first step'}"
                 )
-            if any(is_apart(table.numbers().get(self._name, {}).get(key)) for table in tables):
+            found = (part for one in tables for part in one.numbers().get(self._name, {}).values())
+            if any(is_apart(part.get(key)) for part in found):
                 raise StateError(
                     f"the optimizer's state {key!r} of this parameter has another shape: set it in"
                     " engine.optimizer.state on the rank that owns the parameter"

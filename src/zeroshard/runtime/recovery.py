@@ -30,9 +30,9 @@ from zeroshard.core.digest import Digest, digest_of, holders
 from zeroshard.core.placement import Cell, Scope
 from zeroshard.core.sliced_digest import place_of, placed_sum
 from zeroshard.errors import PlanMismatch
+from zeroshard.optim.copies import plain_tensors
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, StepMethod
-from zeroshard.optim.tiles import plain_tensors
 from zeroshard.runtime.context import Context
 from zeroshard.runtime.flat_weights import FlatWeights
 from zeroshard.runtime.rest import Rest

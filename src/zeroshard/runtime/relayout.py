@@ -39,10 +39,10 @@ from zeroshard.core.placement import VALUE, Cells
 from zeroshard.core.values import decode, encode
 from zeroshard.errors import ConfigError, StorageError
 from zeroshard.memory import placeholder, placeholder_value, return_freed_memory
-from zeroshard.optim.copies import KEPT_STATES, flatten
+from zeroshard.optim.copies import KEPT_STATES, flatten, plain_tensors
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
-from zeroshard.optim.tiles import is_apart, plain_tensors
+from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.build import Parts, PlannedUnits
 from zeroshard.runtime.context import SegmentPlan
 from zeroshard.runtime.segment import Segment
@@ -219,8 +219,8 @@ class Facts:
     wanted: dict[str, tuple[Range, Range]] = field(default_factory=dict)
     # by segment: its states, the dtype of each, and the parameters that have one of the optimizer's
     states: dict[str, dict[str, tuple[str, list[str]]]] = field(default_factory=dict)
-    # by parameter: the optimizer's states that are no moments, `_number` of each
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # by parameter: ranges of it with the optimizer's states that are no moments, `_number` of each
+    numbers: dict[str, list[tuple[Range, dict[str, Any]]]] = field(default_factory=dict)
 
 
 def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
@@ -232,16 +232,18 @@ def facts_of(segments: Mapping[str, SegmentStates]) -> Facts:
             name: (_name(dtype), sorted(parameters))
             for name, (dtype, parameters) in states.found().items()
         }
-        for parameter, numbers in states.numbers().items():
-            found = facts.numbers[parameter] = dict[str, Any]()
-            for name, value in numbers.items():
-                what = f"optimizer state {name!r} of {parameter!r}"
-                if any(states.by_shape) and is_apart(value):
-                    encoded, tensors = _taken_apart(value, what)
-                    kinds = [[_name(t.dtype), list(t.shape), t.device.type] for t in tensors]
-                    found[name] = {"value": encoded, "tensors": kinds}
-                else:
-                    found[name] = _number(value, what)
+        for parameter, by_range in states.numbers().items():
+            for span, numbers in by_range.items():
+                found = dict[str, Any]()
+                facts.numbers.setdefault(parameter, []).append((span, found))
+                for name, value in numbers.items():
+                    what = f"optimizer state {name!r} of {parameter!r}"
+                    if any(states.by_shape) and is_apart(value):
+                        encoded, tensors = _taken_apart(value, what)
+                        kinds = [[_name(t.dtype), list(t.shape), t.device.type] for t in tensors]
+                        found[name] = {"value": encoded, "tensors": kinds}
+                    else:
+                        found[name] = _number(value, what)
     return facts
 
 
@@ -285,9 +287,9 @@ class Move:
         self._all_facts: Sequence[Facts] = ()  # by rank
         # as in Facts, of all ranks together
         self._states: dict[str, dict[str, tuple[torch.dtype, set[str]]]] = {}
-        self._numbers: dict[str, dict[str, Any]] = {}
+        self._numbers: dict[str, dict[Range, dict[str, Any]]] = {}
         # and other shapes: by name "value" as JSON, and dtype, shape, device of its "tensors"
-        self._apart: dict[str, dict[str, Any]] = {}
+        self._apart: dict[str, dict[Range, dict[str, Any]]] = {}
 
     def facts(self, planned: PlannedUnits | None) -> Facts:
         """Return what rests here, and what is to rest here as `planned`. Raises ConfigError for a
@@ -313,16 +315,19 @@ class Move:
                 known = self._states.setdefault(key, {})
                 for state, (dtype, parameters) in states.items():
                     known.setdefault(state, (getattr(torch, dtype), set()))[1].update(parameters)
-            for name, numbers in facts.numbers.items():
-                if not self._numbers.get(name):
-                    device = self._parts.context.device
-                    self._numbers[name] = {
-                        key: _tensor(device, *number)
-                        for key, number in numbers.items()
-                        if not isinstance(number, dict)
-                    }
+            for name, by_range in facts.numbers.items():
+                for (start, stop), numbers in by_range:
+                    span = (start, stop)
+                    if not self._numbers.setdefault(name, {}).get(span):
+                        device = self._parts.context.device
+                        self._numbers[name][span] = {
+                            key: _tensor(device, *number)
+                            for key, number in numbers.items()
+                            if not isinstance(number, dict)
+                        }
                     apart = {key: one for key, one in numbers.items() if isinstance(one, dict)}
-                    self._apart |= {name: apart} if apart else {}
+                    if apart:
+                        self._apart.setdefault(name, {})[span] = apart
         if self._segments:
             parts = self._parts
             parts.backward.abandon()
@@ -366,43 +371,44 @@ class Move:
         self._hand_over.move(held, [span[kind != VALUE] for span in spans], mine, out)
         return out
 
-    def _bring_apart(self, key: str, layout: Layout) -> dict[str, dict[str, Any]]:
-        """Move the optimizer's states of other shapes of a segment, as bytes and a parameter at a
-        time, from the rank that owns it to those that will. Return, by parameter, what this rank
-        wants: numbers beside them. Collective.
+    def _bring_apart(self, key: str, layout: Layout) -> dict[str, dict[Range, dict[str, Any]]]:
+        """Move the optimizer's states of other shapes of a segment, as bytes and a parameter, or a
+        part, at a time, from the rank that owns it to those that will own some of it. Return, by
+        parameter and range, what this rank wants: numbers beside them. Collective.
         """
-        found, here = dict[str, dict[str, Any]](), self._hand_over.rank
+        found, here = dict[str, dict[Range, dict[str, Any]]](), self._hand_over.rank
         held = [facts.held.get(key, _NOTHING) for facts in self._all_facts]
         wanted = [facts.wanted.get(key, (_NOTHING, _NOTHING))[1] for facts in self._all_facts]
         for slot in layout.slots:
-            found[slot.name] = dict(self._numbers.get(slot.name, {}))
-            apart = self._apart.get(slot.name, {})
-            if not apart:
-                continue
-            gives, takes = (
-                [low <= slot.offset < high for low, high in spans] for spans in (held, wanted)
-            )
-            mine = list[torch.Tensor]()  # bytes
-            for shard in self._segments[key].shards if self._segments else ():
-                if shard.name == slot.name:
-                    assert self._sharded is not None, key
-                    numbers = self._sharded.states.numbers(shard)
-                    for name in apart if gives[here] else ():
-                        mine += map(_as_bytes, _taken_apart(numbers[name], name)[1])
-                    for name in apart:
-                        del self._sharded.states.of(shard)[name], numbers[name]
-            kinds = [kind for each in apart.values() for kind in each["tensors"]]
-            sizes = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, _ in kinds]
-            out = torch.empty(sum(sizes) if takes[here] else 0, dtype=torch.uint8)
-            given, taken = ([(0, sum(sizes) * one) for one in ranks] for ranks in (gives, takes))
-            self._hand_over.move(given, taken, torch.cat(mine) if mine else out[:0], out)
-            blocks = iter(torch.split(out, sizes) if takes[here] else ())
-            for name, each in apart.items() if takes[here] else ():
-                tensors = {
-                    str(index): self._placed(next(blocks), *kind)
-                    for index, kind in enumerate(each["tensors"])
-                }
-                found[slot.name][name] = decode(each["value"], tensors.__getitem__)
+            numbers = self._numbers.get(slot.name, {})
+            found[slot.name] = {span: dict(of_part) for span, of_part in numbers.items()}
+            for (start, stop), apart in sorted(self._apart.get(slot.name, {}).items()):
+                begin, end = slot.offset + start, slot.offset + stop
+                gives = [low <= begin < high for low, high in held]
+                takes = [max(low, begin) < min(high, end) for low, high in wanted]
+                mine = list[torch.Tensor]()  # bytes
+                for shard in self._segments[key].shards if self._segments else ():
+                    if shard.name == slot.name and shard.piece.start == start:
+                        assert self._sharded is not None, key
+                        state = self._sharded.states.numbers(shard)
+                        for name in apart if gives[here] else ():
+                            mine += map(_as_bytes, _taken_apart(state[name], name)[1])
+                        for name in apart:
+                            del self._sharded.states.of(shard)[name], state[name]
+                kinds = [kind for each in apart.values() for kind in each["tensors"]]
+                sizes = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, _ in kinds]
+                out = torch.empty(sum(sizes) if takes[here] else 0, dtype=torch.uint8)
+                given, taken = (
+                    [(0, sum(sizes) * one) for one in ranks] for ranks in (gives, takes)
+                )
+                self._hand_over.move(given, taken, torch.cat(mine) if mine else out[:0], out)
+                blocks = iter(torch.split(out, sizes) if takes[here] else ())
+                for name, each in apart.items() if takes[here] else ():
+                    tensors = {
+                        str(index): self._placed(next(blocks), *kind)
+                        for index, kind in enumerate(each["tensors"])
+                    }
+                    found[slot.name][start, stop][name] = decode(each["value"], tensors.__getitem__)
         return found
 
     def _placed(

@@ -30,6 +30,7 @@ from zeroshard.core.layout import Range
 from zeroshard.core.placement import STATE, VALUE
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, Tile
+from zeroshard.optim.tiles import TileStates
 from zeroshard.runtime.segment import Segment
 from zeroshard.runtime.weights import Weights
 from zeroshard.state.state import State
@@ -99,6 +100,11 @@ class SegmentStates:
         self._number = number
 
     @property
+    def tile_states(self) -> TileStates | None:
+        """The states of the optimizer, None without one."""
+        return None if self._sharded is None else self._sharded.states
+
+    @property
     def by_shape(self) -> Sequence[bool]:
         """Whether the optimizer steps whole parameters in their shapes, with states of any, by
         param group.
@@ -155,19 +161,29 @@ class SegmentStates:
                         slice(low, high),
                     )
 
-    def numbers(self) -> dict[str, dict[str, Any]]:
-        """Return, by parameter, the optimizer's states that are no moments."""
-        states = None if self._sharded is None else self._sharded.states
-        return {} if states is None else {one.name: states.numbers(one) for one in self.shards}
+    def numbers(self) -> dict[str, dict[Range, dict[str, Any]]]:
+        """Return, by parameter, the optimizer's states that are no moments, by the elements of it
+        that they were kept of: all of them, but for rules of matrices or blocks.
+        """
+        out = dict[str, dict[Range, dict[str, Any]]]()
+        for shard in self.shards:
+            assert self._sharded is not None, self.segment.key
+            span = (0, self.segment.flat.layout.slots[shard.piece.index].numel)
+            if self.by_shape[shard.group]:
+                span = (shard.piece.start, shard.piece.stop)
+            out.setdefault(shard.name, {})[span] = self._sharded.states.numbers(shard)
+        return out
 
-    def set_numbers(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give every shard a copy of the optimizer's states that are no moments, by parameter."""
+    def set_numbers(self, numbers: Mapping[str, Mapping[Range, Mapping[str, Any]]]) -> None:
+        """Give every shard its part of the optimizer's states that are no moments, by parameter and
+        range.
+        """
         sharded = self._sharded
         groups = enumerate(() if sharded is None else sharded.parameters)
         group_of = {id(one): index for index, group in groups for one in group}
         for shard in self.shards:
             assert sharded is not None, self.segment.key
-            if numbers.get(shard.name):
+            if any(numbers.get(shard.name, {}).values()):
                 group = group_of[id(shard.parameter)]
                 placed = sharded.states.placed(shard, group, numbers[shard.name])
                 sharded.states.entries(shard)[shard.tensor] = placed

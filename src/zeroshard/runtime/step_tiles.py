@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zeroshard.core.layout import Range
+from zeroshard.core.boxes import dense_stride
+from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import VALUE, Cells, Tier
 from zeroshard.core.resting import balanced, splits
 from zeroshard.core.shares import WholeParameters, whole_tiles
@@ -185,25 +186,35 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
     for (start, stop), method in cuts:
         tile = Tile(stepped, start, stop, method)
         for found in segment.flat.layout.pieces_in((base + start, base + stop)):
-            piece = replace(found, shard_start=found.shard_start + start)
-            if method.off_device or master.tensor is None:
-                where = segment.flat.full.device if segment.writes_weights else "cpu"
-                numbers = placeholder((piece.numel,), master.dtype, where)
-            else:
-                numbers = master.tensor[piece.shard_start : piece.shard_stop]
-            shard = ParamShard(
-                piece.name,
-                segment.parameters[piece.index],
-                piece,
-                segment.flat.strides[piece.index],
-                nn.Parameter(numbers),
-                stepped,
-                method,
-                low=found.shard_start,
-                start=piece.shard_start,
-                stop=piece.shard_stop,
-            )
-            tile.shards.append(shard)
+            slot, stride = segment.flat.layout.slots[found.index], segment.flat.strides[found.index]
+            parts: list[tuple[Piece, tuple[int, ...]]] = [(found, (found.numel,))]
+            if whole:
+                assert isinstance(shares, WholeParameters), shares
+                parts = shares.stepped(found, slot)
+            for part, shape in parts:
+                sizes = (*(1,) * (len(slot.shape) - len(shape)), *shape)  # of all dimensions
+                dense = dense_stride(stride, slot.shape, sizes)[-len(shape) :]
+                piece = replace(part, shard_start=part.shard_start + start)
+                if method.off_device or master.tensor is None:
+                    where = segment.flat.full.device if segment.writes_weights else "cpu"
+                    numbers = placeholder((piece.numel,), master.dtype, where)
+                else:
+                    numbers = master.tensor[piece.shard_start : piece.shard_stop]
+                shard = ParamShard(
+                    piece.name,
+                    segment.parameters[piece.index],
+                    piece,
+                    stride,
+                    shape,
+                    stride if shape == slot.shape else dense,
+                    nn.Parameter(numbers),
+                    stepped,
+                    method,
+                    low=part.shard_start,
+                    start=piece.shard_start,
+                    stop=piece.shard_stop,
+                )
+                tile.shards.append(shard)
         if tile.shards:
             made.append(tile)
     return made

@@ -44,10 +44,12 @@ from zeroshard.core.digest import digest_of
 from zeroshard.core.layout import Piece, Range
 from zeroshard.core.placement import STATE, VALUE, Scope
 from zeroshard.core.resting import tiles
+from zeroshard.core.shares import WholeParameters
 from zeroshard.core.sliced_digest import MASK, BlockTotals, digest_at, place_of, whole_digest
 from zeroshard.core.trail import FORMAT, REPLAY_FILE, REPLAY_VARIABLE, Replay
 from zeroshard.errors import ConfigError, StorageError
-from zeroshard.optim.tiles import is_apart, plain_tensors
+from zeroshard.optim.copies import plain_tensors
+from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.access import StateAccess, curve_of, kernels_of
 from zeroshard.runtime.backward_pass import is_checkpointed
 from zeroshard.runtime.context import Context
@@ -323,12 +325,21 @@ class TrailWriter:
                         with resting.state.borrowed(low, high, write=False) as part:
                             start = resting.start + low - begin
                             self._add_slice(hashes, phase, resting.name, start, part)
-                numbers = table.numbers()
-                # a number of the whole parameter: it counts once
-                for shard in (one for one in table.shards if one.piece.start == 0):
+                numbers, shares = table.numbers(), table.segment.flat.context.options.shares
+                # other ranks may cut them elsewhere
+                blocks = shares.blocks if isinstance(shares, WholeParameters) else ()
+                for shard in table.shards:
                     ranks = self._replay.first(shard.name) if self._replay else []
-                    for key, value in numbers[shard.name].items():
-                        number = xxhash.xxh3_64_intdigest(f"{shard.name} {_text(value)}".encode())
+                    of_parts, start = numbers[shard.name], shard.piece.start
+                    # a number of the whole parameter counts once
+                    mine = of_parts.get((start, shard.piece.stop), {})
+                    if not start:
+                        mine = next(iter(of_parts.values()))
+                    for key, value in mine.items():
+                        if shard.name in blocks and (start or is_apart(value)):
+                            continue
+                        place = f"{shard.name} {start}" if start else shard.name
+                        number = xxhash.xxh3_64_intdigest(f"{place} {_text(value)}".encode())
                         hashes.add(f"state {key}", self._unit_of[shard.name], number, ranks)
             for unit, segment in self._trained:
                 segment.wait_uploads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,15 @@ def check_model(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_parameters(optimizer, parameters)
+    parts = {} if settings is None else matrix_parts(parameters, settings)
+    stacks = {
+        id(parameters[name])
+        for name, rows in parts.items()
+        if set(rows) == {1} and parameters[name].dim() > 2
+    }
     for one in each_of(optimizer):
-        check_rule(one, whole=settings is not None and settings.ownership is not None)
+        whole = settings is not None and settings.ownership is not None
+        check_rule(one, whole=whole, stacks=stacks)
     if (
         settings is not None
         and settings.ownership == "whole_by_cost"
@@ -101,6 +109,35 @@ def check_model(
             )
 
 
+def matrix_parts(named: Mapping[str, nn.Parameter], settings: Config) -> dict[str, tuple[int, ...]]:
+    """Return the rows of each of the parts in which parameters are stepped, by name. Raises
+    ConfigError for a pattern of no parameter, or parts that do not fit.
+    """
+    out = dict[str, tuple[int, ...]]()
+    for pattern, given in (settings.matrix_parts or {}).items():
+        names = [
+            name for name, p in named.items() if fnmatchcase(name, pattern) and p.requires_grad
+        ]
+        if not names:
+            raise ConfigError(f"matrix_parts: no trained parameter has a name like {pattern!r}")
+        for name in names:
+            shape, stride = named[name].shape, named[name].stride()
+            rows = shape[0] if shape else 0
+            sizes = (rows // max(given, 1),) * given if isinstance(given, int) else given
+            told = f"matrix_parts[{pattern!r}]={given}, and {name!r} has shape {tuple(shape)}"
+            if name in out:
+                raise ConfigError(f"{told}: another pattern has its name too")
+            if len(shape) < 2 or sum(sizes) != rows or min(sizes) < 1 or is_dtensor(named[name]):
+                raise ConfigError(
+                    f"{told}: parts are of the first of two or more dimensions, have all its rows"
+                    " together, and are of a plain tensor"
+                )
+            if stride[0] != max(stride):
+                raise ConfigError(f"{told} and stride {stride}: make it contiguous()")
+            out[name] = sizes
+    return out
+
+
 def check_whole_steps(
     optimizer: torch.optim.Optimizer, settings: Config, model: nn.Module, *, is_first: bool
 ) -> None:
@@ -110,9 +147,11 @@ def check_whole_steps(
     offload, tiers = settings.offload, settings.offload.away
     if not settings.ownership or not tiers.keys() & {"grad", "optimizer"}:
         return
+    named = named_parameters_once(model)
+    parts = matrix_parts(named, settings)
     trained = {
-        name: parameter.numel()
-        for name, parameter in named_parameters_once(model).items()
+        name: parameter.numel() * max(parts.get(name, (1,))) // sum(parts.get(name, (1,)))
+        for name, parameter in named.items()
         if parameter.requires_grad and not is_elementwise(owner(optimizer, parameter))
     }
     if not trained:

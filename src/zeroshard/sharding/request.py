@@ -28,12 +28,12 @@ from zeroshard.core.digest import digest_of, holders
 from zeroshard.core.placement import Mesh
 from zeroshard.core.policy import Policy
 from zeroshard.core.precision import dtype_name
-from zeroshard.core.shares import Shares, WholeParameters, shares_of
+from zeroshard.core.shares import Shares, WholeParameters, has_blocks, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
-from zeroshard.optim.copies import is_elementwise
-from zeroshard.optim.several import JointOptimizer, class_name, each_of, owner
+from zeroshard.optim.copies import cuts_blocks, is_elementwise
+from zeroshard.optim.several import class_name, each_of
 from zeroshard.runtime.build import compute_dtypes, dealer_of, gradient_bytes
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.units import UnitPlan, named_parameters_once, partition_units
@@ -331,7 +331,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     )
     checks.check_own_meshes(model, plans, mesh_axes, mesh, settings, call.sync_from)
     checks.check_renormed(model, plans, dtypes, settings)
-    owned = _owned(model, call.optimizer)
+    owned = _owned(model, call.optimizer, settings)
     cut = _cut(settings, owned, None if shares is None else shares_of(shares))
     compared = call.first_report() | settings_report(common, mesh_axes, node_size)
     return ShardRequest(
@@ -348,18 +348,34 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     )
 
 
-def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> WholeParameters:
+def _owned(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config
+) -> WholeParameters:
     """Return which parameters ranks own whole: all, but for what an elementwise one of several
-    optimizers steps beside others.
+    optimizers steps beside others, and what one steps by blocks. Raises ConfigError for
+    `matrix_parts` that are not of the model's parameters.
     """
-    named, cut = named_parameters_once(model), frozenset[str]()
-    if isinstance(optimizer, JointOptimizer) and not all(map(is_elementwise, each_of(optimizer))):
-        cut = frozenset(
-            name
-            for name, parameter in named.items()
-            if parameter.requires_grad and is_elementwise(owner(optimizer, parameter))
-        )
-    return WholeParameters(cut, frozenset(n for n, p in named.items() if p.dim() == 2) - cut)
+    named, cut, blocks = named_parameters_once(model), set[str](), set[str]()
+    parts = checks.matrix_parts(named, settings)
+    if optimizer is not None and settings.ownership:
+        names = {id(parameter): name for name, parameter in named.items()}
+        every = each_of(optimizer)
+        for one in every:
+            for index, group in enumerate(one.param_groups):
+                members = [names[id(p)] for p in group["params"] if p.requires_grad]
+                if is_elementwise(one):
+                    cut.update(members if not all(map(is_elementwise, every)) else ())
+                elif cuts_blocks(one, index):
+                    rows = (name for name in members if named[name].is_contiguous())
+                    blocks.update(name for name in rows if has_blocks(named[name].numel()))
+    parts = {name: rows for name, rows in parts.items() if name not in cut | blocks}
+    owned = WholeParameters(frozenset(cut), blocks=frozenset(blocks), parts=tuple(parts.items()))
+    matrices = {
+        name
+        for name, parameter in named.items()
+        if all(len(shape) == 2 for shape in owned.shapes(name, tuple(parameter.shape)))
+    }
+    return replace(owned, matrices=frozenset(matrices - cut - blocks))
 
 
 def _cut(

@@ -103,9 +103,10 @@ def test_ranks_that_own_whole_parameters_of_a_transformer_have_much_the_same(
     cuts_tables: bool, most: tuple[float, ...]
 ) -> None:
     width, vocabulary = 4096, 128_256  # Llama 3, 8B
-    norm, table = (width, cuts_tables), (vocabulary * width, cuts_tables)
-    attention = [(width * size, False) for size in (width, 1024, 1024, width)]
-    block = [norm, *attention, norm, *[(14_336 * width, False)] * 3]
+    align = ALIGN * cuts_tables
+    norm, table = (width, align), (vocabulary * width, align)
+    attention = [(width * size, 0) for size in (width, 1024, 1024, width)]
+    block = [norm, *attention, norm, *[(14_336 * width, 0)] * 3]
     segments = [[table], *[block] * 32, [norm, table]]
     for world, limit in zip((2, 4, 16, 64), most, strict=True):
         dealt = whole_shares(segments, range(world))
