@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -116,6 +117,54 @@ def _equals_ddp(rank: int, world: int) -> None:
 @EITHER
 def test_losses_and_weights_are_those_of_ddp_at_every_stage(group: str) -> None:
     run_ranks(2, _equals_ddp, device=group)
+
+
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Lamb": lambda parameters: optimizers.FusedLamb(parameters, lr=0.1, weight_decay=0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1, weight_decay=0.1),
+}
+
+
+def _owns_whole(rank: int, world: int) -> None:
+    """Without a key that says so, of an optimizer of the file and of one that is given."""
+    for kind, make in WHOLE.items():
+        plain = make_model(layers=2)
+        ddp = DistributedDataParallel(plain, process_group=on_cpu(_get_default_group()))
+        optimizer = make(plain.parameters())
+        for step in range(STEPS):
+            ddp(*batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        section = {"type": kind, "params": {"lr": 0.1, "weight_decay": 0.1}}
+        host = {"device": "cpu"}
+        zeros: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
+        zeros += [{"stage": 2, "offload_optimizer": host}]
+        zeros += [{"stage": 3, "offload_optimizer": host, "offload_param": host}]
+        for zero_ in zeros:
+            keys = config(0, gradient_accumulation_steps=1, gradient_clipping=0, optimizer=section)
+            given: dict[str, Any] = {}
+            if zero_["stage"] == 1:
+                given, _ = {"optimizer": make}, keys.pop("optimizer")
+            keys |= {"zero_optimization": zero_}
+            del keys["scheduler"]
+            model = make_model(layers=2)
+            with mock.patch.object(helpers.logger, "log") as said:
+                engine, *_ = deepspeed.initialize(model=model, config=keys, **given)
+            told = [str(call.args[-1]) for call in said.call_args_list]
+            owned = [line for line in told if "steps whole parameters" in line]
+            assert len(owned) == (rank == 0), told
+            for step in range(STEPS):
+                engine.backward(engine(*batch(rank, step)))
+                engine.step()
+            full = engine.engine.full_state_dict(rank0_only=False)
+            for name, value in plain.state_dict().items():
+                assert torch.equal(full[name], value), (kind, zero_, name)
+            engine.destroy()
+
+
+@EITHER
+def test_optimizers_of_whole_parameters_train_as_ddp_at_every_stage(group: str) -> None:
+    run_ranks(2, _owns_whole, device=group)
 
 
 def _draws_nothing(rank: int, world: int) -> None:
@@ -665,7 +714,7 @@ def _arguments(rank: int, world: int) -> None:
         ({"config": keys | {"train_batch_size": 7}}, "train_batch_size=7"),
         ({"config": keys | {"zero_optimization": {"stag": 1}}}, "mean 'stage'"),
         ({"config": keys | {"optimizer": {"type": "OneBitAdam"}}}, "zero_quantized_gradients"),
-        ({"config": keys | {"optimizer": {"type": "Lamb"}}}, "norms of whole parameters"),
+        ({"config": keys | {"optimizer": {"type": "LBFGS"}}}, "line search"),
         ({"colour": 1}, "'colour'"),
     ):
         given: dict[str, Any] = {"config": keys} | wrong
@@ -834,7 +883,7 @@ def test_optimizers_are_made_by_deepspeeds_names() -> None:
     assert type(of("SGD", lr=0.1)) is torch.optim.SGD
     assert type(of("adagrad")) is torch.optim.Adagrad
     assert type(of("RMSprop")) is torch.optim.RMSprop
-    for kind, text in (("Lamb", "norms of whole"), ("Nothing", "torch.optim"), ("lr", "torch")):
+    for kind, text in (("MuSGD", "mup"), ("Nothing", "torch.optim"), ("lr", "torch")):
         with pytest.raises(zs.ConfigError, match=text):
             of(kind)
     with pytest.raises(zs.ConfigError, match="gradient_clipping"):
@@ -847,6 +896,60 @@ def test_optimizers_are_made_by_deepspeeds_names() -> None:
     parameters[0].grad = torch.tensor([1.0, -2.0, 0.0, 3.0])
     lion.step()
     _near(parameters[0].detach(), torch.tensor([0.85, 1.05, 0.95, 0.85]))
+
+
+def _lamb(values: list[float], grads: list[list[float]], **options: Any) -> list[float]:
+    """The weights after DeepSpeed's kernel (csrc/lamb/fused_lamb_cuda_kernel.cu) in numbers."""
+    (beta1, beta2), count = options["betas"], len(values)
+    m, v = [0.0] * count, [0.0] * count
+    for step, grad in enumerate(grads, 1):
+        m = [beta1 * a + (1 - beta1) * g for a, g in zip(m, grad, strict=True)]
+        v = [beta2 * a + (1 - beta2) * g * g for a, g in zip(v, grad, strict=True)]
+        eps = options["eps"]
+        scale = [(a + eps) ** 0.5 if options["eps_inside_sqrt"] else a**0.5 + eps for a in v]
+        update = [
+            a / b + options["weight_decay"] * w for a, b, w in zip(m, scale, values, strict=True)
+        ]
+        weights, change = math.hypot(*values), math.hypot(*update)
+        ratio = 1.0
+        if weights != 0 and change != 0:
+            ratio = min(max(weights / change, options["min_coeff"]), options["max_coeff"])
+        rate = options["lr"]
+        if options["bias_correction"]:
+            rate *= (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+        values = [w - rate * ratio * u for w, u in zip(values, update, strict=True)]
+    return values
+
+
+def test_lamb_has_the_numbers_of_deepspeeds_kernel_and_the_papers_direction() -> None:
+    values, grads = [0.5, -2.0, 0.1, 3.0], [[0.3, -0.1, 2.0, 0.0], [1.0, 0.2, -0.5, 4.0]]
+    plain: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.0}
+    plain |= {"bias_correction": True, "eps_inside_sqrt": False}
+    plain |= {"max_coeff": 10.0, "min_coeff": 0.01}
+    changes: list[tuple[dict[str, Any], list[float]]] = [
+        ({}, values), ({"weight_decay": 0.3}, values), ({"bias_correction": False}, values),
+        ({"eps": 0.1}, values), ({"eps": 0.1, "eps_inside_sqrt": True}, values),
+        ({"max_coeff": 0.5}, values), ({"min_coeff": 3.0}, values), ({}, [0.0] * 4),
+    ]  # fmt: skip
+    for change, start_ in changes:
+        options = plain | change
+        weights: Any = torch.nn.Parameter(torch.tensor(start_, dtype=torch.float64))
+        lamb = optimizers.FusedLamb([weights], **options)
+        for grad in grads:
+            weights.grad = torch.tensor(grad, dtype=torch.float64)
+            lamb.step()
+        exact = torch.tensor(_lamb(start_, grads, **options), dtype=torch.float64)
+        _near(weights.detach(), exact, rtol=1e-12, atol=1e-14)
+        assert not torch.equal(weights.detach(), torch.tensor(start_, dtype=torch.float64))
+    # algorithm 2 without decay: the first step goes lr |w| along m / sqrt(v), both corrected; here
+    # the correction of the averages scales the rate, as in the kernel
+    weights = torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    before, weights.grad = weights.detach().clone(), torch.tensor([1.0, -2, 3, -4]).double()
+    optimizers.FusedLamb([weights], lr=0.1, betas=(0.8, 0.9), eps=0.0).step()
+    towards = weights.grad.sign() / 4**0.5
+    factor = 0.1**0.5 / 0.2  # sqrt(1 - beta2) / (1 - beta1)
+    expected = before - 0.1 * factor * before.norm() * towards
+    _near(weights.detach(), expected, rtol=1e-12, atol=0)
 
 
 def test_two_batch_sizes_give_the_third() -> None:

@@ -190,7 +190,7 @@ def _refused_before_the_model_is_changed(rank: int, world: int) -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=data)
     engine.destroy()
     # an object takes the place of its section, whatever that says
-    data["optimizer"], data["scheduler"] = {"type": "Lamb"}, {"type": "nothing"}
+    data["optimizer"], data["scheduler"] = {"type": "MuAdam"}, {"type": "nothing"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     engine, *_ = deepspeed.initialize(
@@ -239,5 +239,9 @@ def test_what_initialize_makes_is_said_to_be_honoured() -> None:
     assert said["optimizer.type"].becomes == "torch.optim.adamw.AdamW"
     assert said["optimizer.params.lr"].verdict == "honoured"
     lamb = explained(data | {"optimizer": {"type": "Lamb"}})[1]
-    [refused] = [one for one in lamb if one.verdict == "refused"]
-    assert refused.key == "optimizer.type" and refused.line.startswith("optimizer.type='Lamb': ")
+    [said_of] = [one for one in lamb if one.key == "optimizer.type"]
+    assert said_of.becomes == "zeroshard.deepspeed.optimizers.FusedLamb, ownership='whole'"
+    one_bit = explained(data | {"optimizer": {"type": "OneBitLamb"}})[1]
+    [refused] = [one for one in one_bit if one.verdict == "refused"]
+    assert refused.key == "optimizer.type"
+    assert refused.line.startswith("optimizer.type='OneBitLamb': ")

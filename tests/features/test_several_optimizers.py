@@ -641,10 +641,11 @@ def test_muon_in_a_configuration_is_split_by_names_and_groups() -> None:
     model = nn.ModuleDict({
         "embed": nn.Embedding(4, 4), "up": nn.Linear(4, 6), "lm_head": nn.Linear(4, 4, bias=False)
     })  # fmt: skip
-    assert optimizers.shard_options("Muon", model) == {"ownership": "whole"}
+    optimizers.mark_for_muon(model)
     groups = [{"params": list(model["up"].parameters()), "lr": 0.5}, *model["embed"].parameters()]
     made: Any = optimizers.make_optimizer("Muon", {"adam_lr": 0.25}, groups)
     muon, adamw = made.optimizers
+    assert optimizers.steps_whole(made) and not optimizers.steps_whole(adamw)
     assert [len(group["params"]) for group in muon.param_groups] == [1]
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.5, 0.25]
     assert adamw.param_groups[0]["eps"] == 1e-10 and muon.param_groups[0]["weight_decay"] == 0.0

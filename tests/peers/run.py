@@ -35,7 +35,7 @@ checkpoint/test_latest_checkpoint checkpoint/test_lr_scheduler checkpoint/test_o
 checkpoint/test_shared_weights checkpoint/test_tag_validation checkpoint/test_zero_optimizer
 comm/test_dist monitor/test_monitor
 ops/muon/test_muon ops/muon/test_muon_partial_training
-runtime/half_precision/test_dynamic_loss_scale
+runtime/half_precision/test_dynamic_loss_scale runtime/half_precision/test_fp16
 runtime/test_data runtime/test_ds_config_dict runtime/test_ds_initialize runtime/test_lr_schedulers
 runtime/test_multi_output_model runtime/test_multiple_models runtime/test_no_sync_ctxt
 runtime/zero/test_ignore_unused_parameters runtime/zero/test_unwrap_model

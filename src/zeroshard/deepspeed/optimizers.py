@@ -19,7 +19,8 @@ import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call, torch_class
 from zeroshard.deepspeed.comm import data_parallel_group
 from zeroshard.deepspeed.shim import OPTIMIZER_REFUSED, remedy
-from zeroshard.optim.several import JointOptimizer
+from zeroshard.optim.copies import check_rule
+from zeroshard.optim.several import JointOptimizer, each_of
 
 _REFUSED = {  # by types in lower case
     "onebitadam zerooneadam onebitlamb":
@@ -27,8 +28,6 @@ _REFUSED = {  # by types in lower case
         " (comm.grad_codec), which compresses gradients under every optimizer",
     "muadam muadamw musgd":
         "needs the mup package's widths: build it yourself and pass optimizer= to initialize()",
-    "lamb": "scales by norms of whole parameters, and ZeRO steps pieces of them: take AdamW, or"
-        " Muon, which steps whole matrices",
 }  # fmt: skip
 
 
@@ -64,6 +63,62 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
+class FusedLamb(torch.optim.Optimizer):
+    """LAMB (You et al., 2019, algorithm 2) with the arithmetic of DeepSpeed's kernel: the averages'
+    bias is corrected in the rate, as in Adam's paper, and the ratio of the norms of weights and
+    update is held between `min_coeff` and `max_coeff`.
+
+    Options: bias_correction (True), eps_inside_sqrt (False), max_coeff (10), min_coeff (0.01).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": True, "eps_inside_sqrt": False}
+        defaults |= {"max_coeff": 10.0, "min_coeff": 0.01}
+        if unknown := options.keys() - defaults.keys():
+            raise TypeError(f"FusedLamb has no option {min(unknown)!r}")
+        super().__init__(params, defaults | options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                (beta1, beta2), rate = group["betas"], group["lr"]
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                average, squares = state["exp_avg"], state["exp_avg_sq"]
+                average.mul_(beta1).add_(grad, alpha=1 - beta1)
+                squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                if group["eps_inside_sqrt"]:
+                    scale = (squares + group["eps"]).sqrt_()
+                else:
+                    scale = squares.sqrt().add_(group["eps"])
+                update = (average / scale).add_(parameter, alpha=group["weight_decay"])
+                size, change = parameter.norm(), update.norm()
+                ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
+                ratio = torch.where((size != 0) & (change != 0), ratio, 1.0)
+                if group["bias_correction"]:
+                    rate = rate * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+                parameter.sub_(update.mul_(ratio * rate))
+        return loss
+
+
 def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
     """Make an AdamW, or an Adam where the option `mode` is off."""
     kind = torch.optim.AdamW if options.pop(mode, True) else torch.optim.Adam
@@ -74,16 +129,28 @@ def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
     return kind(params, **options)
 
 
-def shard_options(kind: str, model: nn.Module) -> dict[str, Any]:
-    """Return the options of zeroshard.shard() that an optimizer of this type needs. For Muon, set
-    `use_muon` of each parameter as DeepSpeed does: matrices, but for embeddings and head.
-    """
-    if kind.lower() != "muon":
-        return {}
+def mark_for_muon(model: nn.Module) -> None:
+    """Set `use_muon` of each parameter as DeepSpeed does: matrices, but for embeddings and head."""
     for name, parameter in model.named_parameters():
         is_end = any(word in name.lower() for word in ("embed", "lm_head"))
         vars(parameter)["use_muon"] = parameter.ndim >= 2 and not is_end
-    return {"ownership": "whole"}
+
+
+def steps_whole(optimizer: Any) -> bool:
+    """Whether ranks must own whole parameters for what `optimizer` does: it steps those, and not
+    pieces of them, with the bits of one process. False of what cannot be sharded at all.
+    """
+    found = False
+    for one in each_of(optimizer):
+        try:
+            check_rule(one)
+        except zs.ConfigError:
+            try:
+                check_rule(one, whole=True)
+            except zs.ConfigError:
+                return False
+            found = True
+    return found
 
 
 class MuonWithAuxAdam(JointOptimizer):
@@ -172,6 +239,7 @@ _OTHERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **dict.fromkeys(("adam", "adamw"), partial(_adam, mode="adam_w_mode")),
+    "lamb": FusedLamb,
     "muon": _muon,
     **_OTHERS,
 }
@@ -192,7 +260,7 @@ def make_optimizer(kind: str, params: dict[str, Any], parameters: Any) -> torch.
     options = dict(params)
     make = _MAKERS.get(name)
     if make is None:
-        known = ("Adam", "AdamW", "Muon", *(other.__name__ for other in _OTHERS.values()))
+        known = ("Adam", "AdamW", "Lamb", "Muon", *(other.__name__ for other in _OTHERS.values()))
         make = torch_class(
             torch.optim, torch.optim.Optimizer, f"optimizer.type={kind!r}", kind, known
         )

@@ -235,7 +235,7 @@ _FP32 = (
 )
 _CHECKPOINTING = "configure is_configured checkpoint"
 _COMM = "init_distributed is_initialized get_rank get_world_size get_local_rank"
-_OPTIMIZERS = "DeepSpeedCPUAdam FusedAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLion"
+_OPTIMIZERS = "DeepSpeedCPUAdam FusedAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLamb FusedLion"
 
 _HOMES = {  # our modules and the names that they make; "theirs=ours" where ours differs
     "start": f"initialize add_config_arguments {_LEAVES}",
@@ -296,6 +296,7 @@ _PLACES = {  # DeepSpeed's modules and their names
     "ops": "",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.lamb": "FusedLamb",
     "ops.lion": "DeepSpeedCPULion FusedLion",
     "runtime": "",
     "runtime.engine": "DeepSpeedEngine",

@@ -36,10 +36,10 @@ from zeroshard.deepspeed.helpers import default_git, log_dist, make_loader
 from zeroshard.deepspeed.helpers import logger as _log
 from zeroshard.deepspeed.keys.table import key_of, pattern_of
 from zeroshard.deepspeed.lr_schedules import make_schedule
-from zeroshard.deepspeed.optimizers import make_optimizer, shard_options
+from zeroshard.deepspeed.optimizers import make_optimizer, mark_for_muon, steps_whole
 from zeroshard.deepspeed.shim import VERSION
 from zeroshard.deepspeed.zero import end_init_blocks
-from zeroshard.optim.several import each_of
+from zeroshard.optim.several import class_name, each_of
 
 # ---------------------------------------------------------------- the verdict about a configuration
 # One answer, for ``initialize()`` and for ``zeroshard config explain``: does it take the file?
@@ -171,15 +171,17 @@ class _Judge:
             # zeros: an initialised layer would draw from the script's random numbers
             zeros = [torch.zeros(shape, device=device or "cpu") for shape in [(2, 2), (2,)]]
             model = nn.ParameterList(zeros)
-            needs = shard_options(kind, model)
+            mark_for_muon(model)
             optimizer = make_optimizer(kind, params, list(model.parameters()))
-            check(model, optimizer, zs.Config(**needs))
+            is_whole = steps_whole(optimizer)
+            check(model, optimizer, zs.Config(ownership="whole" if is_whole else None))
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             with as_config_error(f"optimizer.params of {kind}"):
                 optimizer.step(lambda: 0.0)
             kinds = map(type, each_of(optimizer))
-            return " + ".join(f"{one.__module__}.{one.__name__}" for one in kinds)
+            made = " + ".join(f"{one.__module__}.{one.__name__}" for one in kinds)
+            return f"{made}, ownership='whole'" if is_whole else made
 
         self._make("optimizer", make)
 
@@ -384,11 +386,18 @@ def initialize(
         if optimizer is not None:
             made = optimizer(list(parameters))
         elif (found := section(file.data, "optimizer")) is not None:
-            settings = settings.model_copy(update=shard_options(found[0], model))
+            if found[0].lower() == "muon":
+                mark_for_muon(model)
             made = make_optimizer(*found, list(parameters))
     schedule = None if lr_scheduler is not None else section(file.data, "scheduler")
     if schedule is not None and made is not None:
         try_schedule(*schedule, groups=len(made.param_groups))
+    if made is not None and settings.ownership is None and steps_whole(made):
+        # a file of DeepSpeed's has no key for it, and in equal parts it would be refused
+        settings = settings.model_copy(update={"ownership": "whole"})
+        key = '"zeroshard": {"ownership": "whole"}'
+        told = f"steps whole parameters, so each rank owns some whole, as with {key}"
+        _note(logging.INFO, f"optimizer {class_name(made)} {told}")
     left_out: tuple[nn.Parameter, ...] = ()  # they stay as they are
     if made is not None:
         stepped = {id(one) for group in made.param_groups for one in group["params"]}

@@ -20,7 +20,15 @@ _LIFTED = {
     "transformers.testing_utils": ["require_torch_accelerator"],
 }
 _SMALL = {"vocab_size": 1000, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-_T5 = {"vocab_size": 1000, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+_T5 = {
+    "vocab_size": 1000,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 37,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _MOE = {
     "vocab_size": 1000,
     "hidden_size": 32,

@@ -276,7 +276,7 @@ _TABLE: dict[str, Any] = {
             " number of ranks", to.given, "leaves"),
         "ownership": becomes(None, one_of("whole"),
             "no key of DeepSpeed's: each rank owns whole parameters, as Adafactor, LAMB, Muon and"
-            " 8-bit optimizers need", to.given, "ownership")},
+            " 8-bit optimizers need; initialize() sets it for them", to.given, "ownership")},
     "gradient_clipping": becomes(1.0, number,
         "the norm that a step clips to; left out it is 1.0, and 0 switches it off",
         to.clipping, tells_default=True),
@@ -343,7 +343,7 @@ _TABLE: dict[str, Any] = {
     "optimizer": {"type": _MADE, "params": {"*": _MADE}, "legacy_fusion": tunes(False, _GIVEN)},
     "scheduler": {"type": _MADE, "params": {"*": _MADE}},
     "zero_allow_untested_optimizer": tunes(
-        False, "every elementwise optimizer is taken, and no other"),
+        False, "every optimizer is taken that steps by elements, or by whole parameters"),
     "zero_force_ds_cpu_optimizer": tunes(
         True, "the host steps with the optimizer that is given"),
     "activation_checkpointing": {
