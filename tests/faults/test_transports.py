@@ -228,6 +228,31 @@ def _meet(transport: Transport) -> None:
     transport.control.stall_timeout_s = before
 
 
+@on_ranks(2, timeout=30)
+def test_a_rank_in_reset_keeps_no_buffer_from_one_that_still_gathers(rank: int) -> None:
+    """Rank 1 sends its parts of two gathers and gives up; rank 0, with a pool of one, gathers."""
+    store = dist.distributed_c10d._get_default_store()
+    given_up = store.add("ranks that gave up", 0)
+    ranges, whole = SHM2.cut(640, 640), values(1, 1280)
+    with opened(SHM2, rank, pool_bytes=1 if rank == 0 else None) as transport:
+        transport.control.exchange(b"")
+        while rank == 0 and store.add("ranks that gave up", 0) == given_up:
+            time.sleep(0.01)
+        gathers = [(torch.zeros(1280), key) for key in "ab"]
+        works = [
+            transport.all_gather(key, whole[slice(*ranges[rank])], ranges, out)
+            for out, key in gathers
+        ]
+        if rank == 0:
+            for work in works:
+                work.wait()
+            assert all(torch.equal(out, whole) for out, _ in gathers)
+        else:
+            transport.give_up()
+            store.add("ranks that gave up", 1)
+        transport.abandon()
+
+
 @over(GLOO2, Spec("gloo3", 3, "gloo"), MIXED4)
 @on_ranks(timeout=30)
 def test_ranks_that_connect_anew_all_have_before_one_goes_on(
