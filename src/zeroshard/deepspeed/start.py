@@ -50,7 +50,7 @@ from zeroshard.optim.several import each_of
 # take a step, on trial: over a layer of two by two. Cost: some milliseconds.
 
 
-Check = Callable[[nn.Module, torch.optim.Optimizer, zs.Config], None]
+Check = Callable[[torch.optim.Optimizer, nn.Module, zs.Config], None]
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # values in the place of "auto" for parameters that a schedule cannot do without
 _FILLED = {"total_num_steps": 100, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
@@ -173,7 +173,7 @@ class _Judge:
             model = nn.ParameterList(zeros)
             needs = shard_options(kind, model)
             optimizer = make_optimizer(kind, params, list(model.parameters()))
-            check(model, optimizer, zs.Config(**needs))
+            check(optimizer, model, zs.Config(**needs))
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             with as_config_error(f"optimizer.params of {kind}"):
