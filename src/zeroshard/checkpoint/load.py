@@ -56,7 +56,7 @@ from zeroshard.core.placement import STATE, VALUE, Part, Tier
 from zeroshard.core.values import common_part, decode
 from zeroshard.errors import CheckpointError, ConfigError, StorageError
 from zeroshard.optim.copies import TRIAL_SHAPE, WHOLE, fitted_state, flatten, state_after_trial
-from zeroshard.optim.several import class_name, owner, owner_of_group
+from zeroshard.optim.several import class_name, owner, owners_of_groups
 from zeroshard.optim.shards import ParamShard
 from zeroshard.optim.tiles import is_apart, is_plain, settled
 from zeroshard.runtime.access import curve_of, departures
@@ -167,7 +167,7 @@ class StepLoader:
         pieces = states.stepped_pieces()
         shapes = {id(o.tensor): self._trial_shape(o.parameter, o.group) for o in pieces}
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options, rule = {**mine, **saved}, owner_of_group(optimizer, index)
+            options, rule = {**mine, **saved}, owners_of_groups(optimizer)[index]
             first = next((self._trial_shape(p, index) for p in groups_here[index]), TRIAL_SHAPE)
             # a fraction cuts a group: its step counts lie where its pieces are
             kinds = {
