@@ -24,6 +24,7 @@ from tests.support.training import logged
 from tests.support.transport_cases import check_sum, expected_sum, fill, same
 from tests.support.transports import CPU, MAPPED, PAIRED, Spec, opened, values
 from zeroshard.comm import memfd
+from zeroshard.comm.cpu.gloo_peers import Connections
 from zeroshard.comm.cpu.links import MessageKind
 from zeroshard.comm.cpu.slots import Contribution
 from zeroshard.comm.select import make_transport
@@ -225,6 +226,59 @@ def _meet(transport: Transport) -> None:
     transport.control.stall_timeout_s, before = 300.0, transport.control.stall_timeout_s
     transport.abandon()
     transport.control.stall_timeout_s = before
+
+
+@on_ranks(2, timeout=30)
+def test_a_rank_in_reset_keeps_no_buffer_from_one_that_still_gathers(rank: int) -> None:
+    """Rank 1 sends its parts of two gathers and gives up; rank 0, with a pool of one, gathers."""
+    store = dist.distributed_c10d._get_default_store()
+    given_up = store.add("ranks that gave up", 0)
+    ranges, whole = SHM2.cut(640, 640), values(1, 1280)
+    with opened(SHM2, rank, pool_bytes=1 if rank == 0 else None) as transport:
+        transport.control.exchange(b"")
+        while rank == 0 and store.add("ranks that gave up", 0) == given_up:
+            time.sleep(0.01)
+        gathers = [(torch.zeros(1280), key) for key in "ab"]
+        works = [
+            transport.all_gather(key, whole[slice(*ranges[rank])], ranges, out)
+            for out, key in gathers
+        ]
+        if rank == 0:
+            for work in works:
+                work.wait()
+            assert all(torch.equal(out, whole) for out, _ in gathers)
+        else:
+            transport.give_up()
+            store.add("ranks that gave up", 1)
+        transport.abandon()
+
+
+@over(GLOO2, Spec("gloo3", 3, "gloo"), MIXED4)
+@on_ranks(timeout=30)
+def test_ranks_that_connect_anew_all_have_before_one_goes_on(
+    rank: int, world: int, spec: Spec
+) -> None:
+    """The last rank is slow to connect anew; see what it has done when the others hang up."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"{spec.label} has connected anew"
+    before = store.add(key, 0)
+    renewed = Connections.renewed
+
+    def slowly(*args: Any, **options: Any) -> Connections:
+        new = renewed(*args, **options)
+        time.sleep(0.3)
+        store.add(key, 1)
+        return new
+
+    with opened(spec, rank) as transport:
+        transport.control.exchange(b"")  # each has read the count
+        if rank == world - 1:
+            Connections.renewed = slowly  # type: ignore[method-assign]
+        try:
+            transport.abandon()
+        finally:
+            Connections.renewed = renewed  # type: ignore[method-assign]
+        assert store.add(key, 0) == before + 1
 
 
 # in a child of the dead rank: who learns of the death by the end of a connection learns it later

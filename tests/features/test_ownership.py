@@ -171,7 +171,9 @@ def test_an_engine_explains_its_optimizer(rule: str) -> None:
 
 def test_the_products_of_matrices_are_what_ranks_are_compared_by() -> None:
     told = run_ranks(2, _explained, "muon", "zero3")[0][0]["groups"][0]
-    costs = [40 * 40 * 72, 72**3, 24 * 24 * 72]  # of the layers, the middle one on a rank alone
+    # of the layers, the middle one on a rank alone: products with squares of the smaller side, and
+    # of these, as whole_by_cost deals them out and a plan counts them
+    costs = [2 * side * side * other + side**3 for side, other in ((40, 72), (72, 72), (24, 72))]
     assert told["elements"] == (40 * 72 + 72 * 24, 72 * 72)
     assert told["cost_imbalance"] == pytest.approx(2 * costs[1] / sum(costs))
 

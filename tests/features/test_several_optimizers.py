@@ -468,23 +468,42 @@ def _bad(model: Tied) -> Iterator[tuple[Any, str]]:
     yield {"sgd": sgd}, "optimizer is a dict, not a torch.optim.Optimizer"
 
 
+def _refused(model: nn.Module, given: Any, told: str, **options: Any) -> None:
+    """Check that `given` is refused with `told`, together with the model and after it."""
+    for late in (False, True):
+        engine = zs.shard(model, **options) if late else None
+        with pytest.raises(zs.ConfigError, match=told) as error:
+            zs.shard(model, given, **options) if engine is None else engine.attach(given)
+        assert "\n" not in str(error.value)
+        if engine is not None:
+            engine.close()
+
+
 @on_ranks(2)
 def test_bad_lists_are_one_clear_line_on_every_rank(rank: int) -> None:
     model = _model()
     for given, told in _bad(model):
-        with pytest.raises(zs.ConfigError, match=told) as error:
-            zs.shard(model, given)
-        assert "\n" not in str(error.value)
+        _refused(model, given, told)
     told = r"Muon \+ AdamW steps whole parameters, and the largest, '(first|last).weight' of 2880"
-    with pytest.raises(zs.ConfigError, match=told):
-        offload = {"optimizer": "disk", "disk_path": ".", "staging_bytes": 1 << 16}
-        zs.shard(model, _muon(model), ownership="whole", offload=offload)
+    offload = {"optimizer": "disk", "disk_path": ".", "staging_bytes": 1 << 16}
+    _refused(model, _muon(model), told, ownership="whole", offload=offload)
+    precision = zs.Precision("bf16", moments="bf16")
+    told = r"Muon steps whole parameters on the device, and moments='bf16' steps them in parts"
+    _refused(model, _muon(model), told, ownership="whole", precision=precision)
+    told = r"'whole_by_cost' deals out Muon's products, and SGD \+ AdamW computes none"
+    _refused(model, _sgd(model), told, ownership="whole_by_cost")
     with pytest.raises(zs.PlanMismatch, match=r"'optimizer'.*SGD \+ AdamW"):
         zs.shard(model, _sgd(model)[:: 1 - 2 * rank])
     engine = zs.shard(model, _sgd(model))
     with pytest.raises(zs.ConfigError, match=r"attached already: give all .* as a list"):
         engine.attach(_sgd(model))
     engine.close()
+    late = zs.shard(model)
+    refusal = zs.ConfigError if rank == 1 else zs.PlanMismatch
+    with pytest.raises(refusal, match="Muon cannot be sharded"):
+        late.attach(_muon(model) if rank == 1 else _sgd(model))
+    late.attach(_sgd(model))
+    late.close()
 
 
 @on_ranks(2)
@@ -538,10 +557,6 @@ def test_what_stands_for_several_says_where_to_turn(rank: int) -> None:
     with pytest.raises(AttributeError, match=r"each of engine\.optimizer\.optimizers"):
         engine.optimizer.register_step_post_hook(lambda *_: None)
     engine.close()
-    late = zs.shard(model, ownership="whole", precision=zs.Precision("bf16", moments="bf16"))
-    with pytest.raises(zs.ConfigError, match="moments='bf16' are stepped in parts"):
-        late.attach(_muon(model))
-    late.close()
 
 
 @on_ranks(2)

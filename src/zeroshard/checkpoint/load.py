@@ -64,7 +64,7 @@ from zeroshard.optim.copies import (
     joined,
     state_after_trial,
 )
-from zeroshard.optim.several import class_name, owner, owner_of_group
+from zeroshard.optim.several import class_name, owner, owners_of_groups
 from zeroshard.optim.shards import ParamShard
 from zeroshard.optim.tiles import TileStates, is_apart, settled
 from zeroshard.runtime.access import curve_of, departures
@@ -175,7 +175,7 @@ class StepLoader:
         pieces = states_of(self._engine).stepped_pieces()
         shapes = {id(o.tensor): self._trial_shape(o.shape, o.group) for o in pieces}
         for index, (mine, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options, rule = {**mine, **saved}, owner_of_group(optimizer, index)
+            options, rule = {**mine, **saved}, owners_of_groups(optimizer)[index]
             # a fraction cuts a group: its step counts lie where its pieces are; a rule that goes by
             # shapes is tried on pieces alone
             kinds = {

@@ -29,11 +29,11 @@ def explained(source: str | Path | dict[str, Any]) -> tuple[str, list[Finding]]:
     """
     from zeroshard.deepspeed import start
     from zeroshard.deepspeed.file import read_deepspeed
-    from zeroshard.sharding.checks import check_model
+    from zeroshard.sharding.checks import check_optimizer
 
     form, findings = explain(source)
     if form == "deepspeed":
-        findings = start.findings(read_deepspeed(source), check_model)
+        findings = start.findings(read_deepspeed(source), check_optimizer)
     return form, findings
 
 

@@ -50,7 +50,7 @@ from zeroshard.optim.several import class_name, each_of
 # take a step, on trial: over a layer of two by two. Cost: some milliseconds.
 
 
-Check = Callable[[nn.Module, torch.optim.Optimizer, zs.Config], None]
+Check = Callable[[torch.optim.Optimizer, nn.Module, zs.Config], None]
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # values in the place of "auto" for parameters that a schedule cannot do without
 _FILLED = {"total_num_steps": 100, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
@@ -174,7 +174,7 @@ class _Judge:
             mark_for_muon(model)
             optimizer = make_optimizer(kind, params, list(model.parameters()))
             is_whole = steps_whole(optimizer)
-            check(model, optimizer, zs.Config(ownership="whole" if is_whole else None))
+            check(optimizer, model, zs.Config(ownership="whole" if is_whole else None))
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             with as_config_error(f"optimizer.params of {kind}"):

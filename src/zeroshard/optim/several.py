@@ -172,23 +172,15 @@ def owner(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.op
     return optimizer
 
 
-def owner_of_group(optimizer: torch.optim.Optimizer, index: int) -> torch.optim.Optimizer:
-    """Return the one that has param group `index`."""
-    return next(one for one in each_of(optimizer) if index in range(*_groups(optimizer, one)))
+def owners_of_groups(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the one that has each param group."""
+    return [one for one in each_of(optimizer) for _ in one.param_groups]
 
 
 def groups_of(optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer) -> slice:
     """Return which of the param groups `one` has."""
-    return slice(*_groups(optimizer, one))
-
-
-def _groups(optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer) -> tuple[int, int]:
-    begin = 0
-    for other in each_of(optimizer):
-        if other is one:
-            break
-        begin += len(other.param_groups)
-    return begin, begin + len(one.param_groups)
+    begin = owners_of_groups(optimizer).index(one)
+    return slice(begin, begin + len(one.param_groups))
 
 
 def title(optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer) -> str:
@@ -250,7 +242,7 @@ class _JointTileOptimizer(TileOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, off_device: bool) -> None:
         self._parts = [
-            (TileOptimizer(one, off_device=off_device), range(*_groups(optimizer, one)))
+            (TileOptimizer(one, off_device=off_device), groups_of(optimizer, one))
             for one in each_of(optimizer)
         ]
 
@@ -261,7 +253,8 @@ class _JointTileOptimizer(TileOptimizer):
     ) -> dict[torch.Tensor, dict[str, Any]]:
         after: dict[torch.Tensor, dict[str, Any]] = {}
         for part, groups in self._parts:
-            mine = {one - groups.start: parameters[one] for one in groups if one in parameters}
+            every = range(groups.start, groups.stop)
+            mine = {at: parameters[index] for at, index in enumerate(every) if index in parameters}
             held: dict[torch.Tensor, dict[str, Any]]
             held = {one: states[one] for members in mine.values() for one in members}
             after |= part.step(mine, held) if mine else {}

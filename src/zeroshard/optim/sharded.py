@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from zeroshard.core.placement import Tier
-from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import HiddenMethod, check_rule, modes_of
+from zeroshard.errors import StateError
+from zeroshard.optim.copies import HiddenMethod, modes_of
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
 from zeroshard.optim.several import INTERRUPTED, JointOptimizer, OptimizerStep, each_of, groups_of
@@ -89,7 +89,10 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.tiles: list[Tile] = []
-        self.parameters: list[list[nn.Parameter]] = []  # per param group, the model's own
+        # per param group, the model's own
+        self.parameters: list[list[nn.Parameter]] = [
+            list(group["params"]) for group in optimizer.param_groups
+        ]
         self.sealed = False
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published
@@ -110,18 +113,9 @@ class ShardedOptimizer:
     def attach(self, tiles: Sequence[Tile]) -> None:
         """Replace every group's parameters by this rank's shards of them, which `tiles` hold.
 
-        Raises ConfigError for an optimizer with a step that is not elementwise, and for state that
-        cannot be cut.
+        Raises ConfigError for state that cannot be cut.
         """
         optimizer = self.optimizer
-        for one in () if self._shapes else each_of(optimizer):
-            check_rule(one)
-        if self._shapes and self.states.rounded is not None:
-            raise ConfigError(
-                "moments='bf16' are stepped in parts, and the optimizer steps whole parameters:"
-                " leave it out, or take an elementwise optimizer, for example torch.optim.AdamW"
-            )
-        self.parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._take(tiles)
         new_state: list[tuple[ParamShard, dict[str, Any]]] = []
         for shard in self.pieces():

@@ -38,7 +38,7 @@ from zeroshard.optim.copies import (
     shard_state,
     state_after_trial,
 )
-from zeroshard.optim.several import each_of, owner, owner_of_group
+from zeroshard.optim.several import owner, owners_of_groups
 from zeroshard.optim.shards import ParamShard, StepMethod, Tile
 from zeroshard.state.local import local_of
 from zeroshard.state.state import State
@@ -119,11 +119,8 @@ class TileStates:
         `whole`: parameters lie whole in the tiles, and are stepped in their shapes where the rule
         is not known to be elementwise.
         """
-        self.by_shape = [  # by param group
-            whole and not is_elementwise(one)
-            for one in each_of(optimizer)
-            for _ in one.param_groups
-        ]
+        # by param group
+        self.by_shape = [whole and not is_elementwise(one) for one in owners_of_groups(optimizer)]
         self.whole = any(self.by_shape)
         self._optimizer = optimizer
         self.rounded = rounded
@@ -200,7 +197,7 @@ class TileStates:
             return {}
         dtype, device = shard.tensor.dtype, shard.tensor.device
         if (group, dtype) not in self._cuts:
-            rule = owner_of_group(self._optimizer, group)
+            rule = owners_of_groups(self._optimizer)[group]
             options = self._optimizer.param_groups[group]
             self._cuts[group, dtype] = block_states(rule, options, dtype, device) or {}
         return self._cuts[group, dtype]
@@ -367,7 +364,7 @@ class TileStates:
         if here.type != "cpu":
             if (group, dtype) not in self._trials:
                 options = self._optimizer.param_groups[group]
-                rule = owner_of_group(self._optimizer, group)
+                rule = owners_of_groups(self._optimizer)[group]
                 trial = state_after_trial(rule, options, dtype, here, here)
                 self._trials[group, dtype] = trial
             kept = self._trials[group, dtype]

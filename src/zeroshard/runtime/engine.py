@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import placeholder_value
-from zeroshard.optim.several import check_parameters, joined
+from zeroshard.optim.several import joined
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
@@ -55,12 +55,13 @@ from zeroshard.runtime.step_tiles import StepTiles
 from zeroshard.runtime.trace import tracing
 from zeroshard.runtime.trail_writer import trailing
 from zeroshard.runtime.unit import Unit
-from zeroshard.runtime.units import UnitPlan, named_parameters_once, roots_of
+from zeroshard.runtime.units import UnitPlan, roots_of
 from zeroshard.state.state import move
 
 __all__ = [
     "Engine",
     "RestingPiece",
+    "attach",
     "living_engines",
     "open_engines",
     "parts_of",
@@ -68,7 +69,16 @@ __all__ = [
     "states_of",
 ]
 
-Repartition = Callable[["Engine", Mapping[str, Any]], None]  # with the changes asked for
+
+class Requested(Protocol):
+    """The request of ``shard()`` for an engine."""
+
+    def __call__(self, engine: Engine, changes: Mapping[str, Any]) -> None:
+        """Lay `engine` out anew with these `changes`."""
+
+    def check_optimizer(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError for an optimizer that ``shard()`` would refuse."""
+
 
 _log = logging.getLogger("zeroshard")
 NOT_GIVEN_BACK = "rank %d: close() has not given everything back: %s"
@@ -122,6 +132,29 @@ def parts_of(engine: Engine) -> Parts:
     return Parts(engine._context, engine._loop, engine._finalizer, engine._watch, engine._sharded)
 
 
+def attach(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer`, which has been checked, step the parameters of `engine` (``Engine.attach``).
+    Collective.
+    """
+    context, units = engine._context, engine._weights.units
+    settings = step_settings(context, units, engine._backward.decisions)
+    sharded = ShardedOptimizer(optimizer, engine._loop, *settings)
+    try:
+        with context.faults.together(lost=True):
+            for unit in units:
+                for segment in unit.trainable:
+                    if segment.master is None:
+                        master = make_master(segment, unit.cells, context)
+                        move(segment.weight, master, segment.aliased)
+                        segment.watch(strict=context.options.strict)
+            tiles = StepTiles(units, context, whole=sharded.states.whole)
+            sharded.attach(tiles.all)
+    except StorageError:
+        sharded.detach()
+        raise
+    engine._step_with(sharded, tiles)
+
+
 def relaid(
     engine: Engine,
     units: Sequence[Unit],
@@ -151,7 +184,7 @@ class Engine(Assembly):
         context: Context,
         *,
         prefetch_bytes: int | None,
-        repartition: Repartition | None = None,
+        repartition: Requested,
     ) -> None:
         """`repartition` does what the method of that name asks for."""
         super().__init__(module)
@@ -208,9 +241,9 @@ class Engine(Assembly):
 
         After ``shard(model)`` without one, bf16 and fp16 masters start from the weights as they are
         in that precision; give the optimizer to ``shard()`` to keep the fp32 numbers. Raises
-        ConfigError for parameters of another model, missing ones, or a step that is not
-        elementwise; StorageError on every rank where one has no room for masters and moments on
-        their tier.
+        ConfigError, before anything is changed, for what ``shard()`` refuses of an optimizer;
+        StorageError where there is no room for masters and moments on their tier; both on every
+        rank where one has reason to.
         """
         self._states.check_open(trained=True)
         if self._sharded is not None:
@@ -218,25 +251,10 @@ class Engine(Assembly):
                 "an optimizer is attached already: give all of a model's optimizers at once, as a"
                 " list, or use param groups"
             )
-        joint = joined(optimizer)
-        check_parameters(joint, named_parameters_once(self.module))
-        with self._context.faults.together(lost=True):
-            for unit in self._weights.units:
-                for segment in unit.trainable:
-                    if segment.master is None:
-                        master = make_master(segment, unit.cells, self._context)
-                        move(segment.weight, master, segment.aliased)
-                        segment.watch(strict=self._context.options.strict)
-        settings = step_settings(self._context, self._weights.units, self._backward.decisions)
-        sharded = ShardedOptimizer(joint, self._loop, *settings)
-        tiles = StepTiles(self._weights.units, self._context, whole=sharded.states.whole)
-        try:
-            with self._context.faults.together(lost=True):
-                sharded.attach(tiles.all)
-        except StorageError:
-            sharded.detach()
-            raise
-        self._step_with(sharded, tiles)
+        with self._states.everyone.together("engine.attach()"):
+            joint = joined(optimizer)
+            self._repartition.check_optimizer(self, joint)
+        attach(self, joint)
 
     def optimizer_part(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's ``state_dict()``, for ``load_state_dict()``
@@ -645,8 +663,6 @@ class Engine(Assembly):
         PlanMismatch where ranks disagree, on every rank, before anything is changed; StorageError
         on every rank where a tier has failed on the way: then only zs.load() helps.
         """
-        if self._repartition is None:
-            raise StateError("this engine was not made by zeroshard.shard(): it stays as it is")
         changes = {
             "policy": policy, "stage": stage, "offload": offload, "mesh": mesh, "dp": dp,
             "shares": shares, "node_size": node_size,

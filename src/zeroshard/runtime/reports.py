@@ -11,6 +11,7 @@ import torch
 
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Tier
+from zeroshard.core.shares import newton_schulz
 from zeroshard.errors import StateError
 from zeroshard.optim.copies import (
     MATRIX,
@@ -126,7 +127,7 @@ class SteppedGroup:
     state_bytes: float | None  # None: a trial step has failed
     step_bytes: int  # what travels inside step()
     imbalance: float  # elements of the rank with most, of the mean
-    # of a rule of matrices the same for min * min * max of their sides, as Newton-Schulz costs
+    # of a rule of matrices the same for the products of Newton and Schulz
     cost_imbalance: float | None
 
 
@@ -231,7 +232,7 @@ class Accounts:
                 for piece in layout.pieces_in(layout.span(rank, layout.scope(cell))):
                     shape = layout.slots[piece.index].shape
                     if id(segment.parameters[piece.index]) in members:
-                        cost = min(shape) ** 2 * max(shape) if len(shape) == 2 else 0
+                        cost = newton_schulz(shape) if len(shape) == 2 else 0
                         owned[rank].append((piece.numel, cost))
         elements = tuple(sum(numel for numel, _ in mine) for mine in owned)
         costs = [sum(cost for _, cost in mine) for mine in owned]

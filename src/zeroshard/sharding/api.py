@@ -42,7 +42,7 @@ from zeroshard.memory import MemoryCounter, Pages
 from zeroshard.nn.deferred import allocate, deferred_init, materialize
 from zeroshard.optim.several import joined
 from zeroshard.runtime.context import Context, Faults, Options, Tiering
-from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.engine import Engine, attach
 from zeroshard.runtime.leaves import Leaves
 from zeroshard.runtime.step_tiles import first_fraction
 from zeroshard.runtime.streams import make_streams
@@ -123,7 +123,7 @@ def shard(
             request.model, request.plans, context, prefetch_bytes=prefetch_bytes, repartition=again
         )
         if optimizer is not None:
-            engine.attach(optimizer)
+            attach(engine, joined(optimizer))
         tell_keepers(context.everyone)
     except (CheckpointError, StorageError):
         (context if engine is None else engine).close()

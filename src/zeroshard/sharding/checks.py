@@ -32,10 +32,8 @@ _log = logging.getLogger("zeroshard")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Config | None = None
-) -> None:
-    """Raise ConfigError for a model or an optimizer that cannot be sharded."""
+def check_model(model: nn.Module) -> None:
+    """Raise ConfigError for a model that cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}, not a torch.nn.Module: give shard() one module"
@@ -72,31 +70,32 @@ def check_model(
     check_overlap(model)
     for name, module in model.named_modules():
         _check_module(name, module)
-    if optimizer is None:
-        return
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, settings: Config, *, is_first: bool = False
+) -> None:
+    """Raise ConfigError for an optimizer that cannot step the parameters of `model`; the rank that
+    `is_first` says what the step cannot follow of `settings`.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    check_parameters(optimizer, parameters)
-    parts = {} if settings is None else matrix_parts(parameters, settings)
+    named = named_parameters_once(model)
+    check_parameters(optimizer, named)
     stacks = {
-        id(parameters[name])
-        for name, rows in parts.items()
-        if set(rows) == {1} and parameters[name].dim() > 2
+        id(named[name])
+        for name, rows in matrix_parts(named, settings).items()
+        if set(rows) == {1} and named[name].dim() > 2
     }
     for one in each_of(optimizer):
-        whole = settings is not None and settings.ownership is not None
-        check_rule(one, whole=whole, stacks=stacks)
-    if (
-        settings is not None
-        and settings.ownership == "whole_by_cost"
-        and all(map(is_elementwise, each_of(optimizer)))
-    ):
+        check_rule(one, whole=settings.ownership is not None, stacks=stacks)
+    by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
+    if settings.ownership == "whole_by_cost" and not by_matrix:
         raise ConfigError(
             "ownership='whole_by_cost' deals out Muon's products, and"
             f" {class_name(optimizer)} computes none: use ownership='whole'"
         )
-    by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
-    if settings is not None and settings.ownership and by_matrix:
+    if settings.ownership and by_matrix:
         precision = settings.resolved_precision()
         options = {"master='remainder'": precision.has_remainders}
         options |= {"moments='bf16'": precision.rounds_moments}
@@ -107,6 +106,13 @@ def check_model(
                 f" device, and {found[0]} steps them in parts: leave it out, or take an"
                 " elementwise optimizer, for example torch.optim.AdamW"
             )
+    check_whole_steps(optimizer, settings, model, is_first=is_first)
+    if is_first and settings.offload.step_in_backward and not is_elementwise(optimizer):
+        _log.warning(
+            "offload.step_in_backward has no effect on %s: it steps one optimizer of torch.optim's"
+            " elementwise classes ahead",
+            class_name(optimizer),
+        )
 
 
 def matrix_parts(named: Mapping[str, nn.Parameter], settings: Config) -> dict[str, tuple[int, ...]]:

@@ -56,7 +56,7 @@ from zeroshard.runtime.ema import averages_of, updates_of
 from zeroshard.runtime.engine import Engine, parts_of, relaid, states_of
 from zeroshard.runtime.relayout import Facts, Move, facts_of, release_parameters
 from zeroshard.runtime.segment_states import states_at_rest
-from zeroshard.sharding.checks import check_whole_steps
+from zeroshard.sharding.checks import check_optimizer, check_whole_steps
 from zeroshard.sharding.request import ShardRequest, changed_request
 from zeroshard.state.local import local_of
 
@@ -166,6 +166,13 @@ class Repartition:
         self._mesh_axes = mesh_axes
         self._make = make
         self._is_away = False
+
+    def check_optimizer(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError for an optimizer that ``shard()`` would refuse with the model of
+        `engine`.
+        """
+        is_first = self._mesh_axes.rank == 0
+        check_optimizer(optimizer, engine.module, self._request.settings, is_first=is_first)
 
     def __call__(self, engine: Engine, changes: Mapping[str, Any]) -> None:
         """Lay `engine` out anew with these `changes` (``Engine.repartition``)."""

@@ -253,7 +253,9 @@ def _report_settings(call: Call, settings: Config, meeting: Meeting) -> None:
         raise ConfigError("policy='auto' plans data parallel ranks alone, and this mesh has"
                           " other axes or mesh_of: name a row")  # fmt: skip
     refuse_inside("shard()")
-    checks.check_model(call.model, call.optimizer, settings)
+    checks.check_model(call.model)
+    if call.optimizer is not None:
+        checks.check_optimizer(call.optimizer, call.model, settings)
     if settings.policy == AUTO:
         from zeroshard.planner.modules import facts  # and with it the planner
 
@@ -310,16 +312,9 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
             " replicas along 'tp' must begin alike: build the same model on every rank (same seed)"
         )
     refuse_inside("shard()")
-    checks.check_model(model, call.optimizer, settings)
+    checks.check_model(model)
     if call.optimizer is not None:
-        is_first = mesh_axes.rank == 0
-        checks.check_whole_steps(call.optimizer, settings, model, is_first=is_first)
-        if is_first and settings.offload.step_in_backward and not is_elementwise(call.optimizer):
-            _log.warning(
-                "offload.step_in_backward has no effect on %s: it steps one optimizer of"
-                " torch.optim's elementwise classes ahead",
-                class_name(call.optimizer),
-            )
+        checks.check_optimizer(call.optimizer, model, settings, is_first=mesh_axes.rank == 0)
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)

@@ -109,6 +109,9 @@ class Collectives(Plane):
         found: list[torch.Tensor] = []
 
         def free() -> bool:
+            # ranks in reset() read nothing any more, and this one may be at the end of their step
+            for peer in self._control.dispatcher.ahead():
+                self.slots.forget(peer)
             readers = self.slots.readers()
             is_late = time.monotonic() - begin > _SPILL_AFTER_S
             spill = not readers or (is_late and (FAR in readers or self._are_ahead(readers)))

@@ -380,6 +380,7 @@ class PeerControl(Ranks):
             if self.far:
                 self.messages.exchange(b"", self.far, what)
                 self.messages.renew(stall_timeout_s=self.stall_timeout_s)
+                self.exchange_quietly(b"", what)  # [Note: hanging up]
         finally:
             self.stall_timeout_s = stall_timeout_s
         for plane in self._planes:

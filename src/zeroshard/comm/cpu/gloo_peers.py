@@ -37,6 +37,9 @@ connections, and gloo closes all of a group where one wait times out. So `renew`
 the end of the interpreter: a thread that comes back from C++ after that is unwound there, and
 aborts the process. Otherwise they live until nothing is under way, since what this rank has sent
 may be on its way yet.
+
+A rank may be connected to a peer that is still connecting, which raises "Connection closed by peer"
+if the rank then hangs up (tried). So ranks that connect anew meet before one of them goes on.
 """
 
 from __future__ import annotations

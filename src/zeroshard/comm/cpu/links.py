@@ -352,13 +352,8 @@ class Dispatcher:
 
     def require_same_generation(self, peers: Sequence[int], what: str) -> None:
         """Raise StateError when one of `peers` has given up what we wait for."""
-        ahead = [
-            self.links.members[peer]
-            for peer in peers
-            if self._abandons[peer] > self.links.generation
-        ]
-        if ahead:
-            raise given_up(ahead, what)
+        if ahead := self.ahead().intersection(peers):
+            raise given_up([self.links.members[peer] for peer in sorted(ahead)], what)
 
     def require_same_call(self, awaited: Sequence[int], call: str) -> None:
         """Raise PlanMismatch where a peer is in our exchange with another call, or one of the
@@ -395,6 +390,14 @@ class Dispatcher:
         self.send(MessageKind.REFUSED, self._num_ended, tail=reason.encode()[:MAX_TAIL])
         self._num_ended = self._num_exchanges
         raise PlanMismatch(reason)
+
+    def ahead(self) -> set[int]:
+        """Return the peers that have given up this generation, and read nothing of it."""
+        return {
+            peer
+            for peer, generation in self._abandons.items()
+            if generation > self.links.generation
+        }
 
     def behind(self) -> set[int]:
         """Return the peers that have not entered this generation."""

@@ -138,6 +138,11 @@ class SlotPool:
         slot.readers.remove(reader)
         self._drop_spilled(slot)
 
+    def forget(self, reader: int) -> None:
+        """Note that `reader` has finished with every slot."""
+        for slot in [slot for slot in self.slots.values() if reader in slot.readers]:
+            self.release(slot.number, reader)
+
     def give(self, buffer: torch.Tensor) -> None:
         """End the loan of a buffer that nobody will read. Buffers from before `reset` are
         ignored.
