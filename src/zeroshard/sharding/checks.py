@@ -89,6 +89,15 @@ def check_model(
         )
     by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
     if settings is not None and settings.ownership and by_matrix:
+        for name, parameter in parameters.items():
+            of = owner(optimizer, parameter) if parameter.requires_grad else None
+            if of in by_matrix and not part_of(name, parameter).is_whole:
+                raise ConfigError(
+                    f"parameter {name!r} is a DTensor, and each rank has a part of it:"
+                    f" {class_name(of)} goes by whole parameters, and the numbers of a step of the"
+                    " parts are others. Give it to an elementwise optimizer, for example"
+                    " torch.optim.AdamW, or leave it whole"
+                )
         precision = settings.resolved_precision()
         options = {"master='remainder'": precision.has_remainders}
         options |= {"moments='bf16'": precision.rounds_moments}
@@ -316,11 +325,6 @@ def check_per_rank(settings: Config, world: int, mesh_axes: MeshAxes) -> None:
         raise ConfigError(
             f"shares has no effect with policy={policies[0].name!r}: every rank keeps everything;"
             " take zero1, zero2 or zero3"
-        )
-    if settings.ownership is not None and (mesh_axes.own or mesh_axes.dims.others):
-        raise ConfigError(
-            f"ownership={settings.ownership!r} deals out the parameters of data parallel ranks, and"
-            " this mesh has other axes or mesh_of: leave ownership out"
         )
     if isinstance(shares, str) and mesh_axes.dims.others:
         raise ConfigError(

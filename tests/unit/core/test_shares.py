@@ -120,7 +120,7 @@ def test_matrices_of_many_experts_are_dealt_out_by_their_products(world: int) ->
     block = [(f"m{index}", shape) for index, shape in enumerate(shapes)]
     mesh, found = Mesh(1, world), []
     for matrices in (frozenset[str](), frozenset(name for name, _ in block)):
-        dealer = Dealer.of(WholeParameters(matrices=matrices), [("", block)] * 48, mesh)
+        dealer = Dealer.of(WholeParameters(matrices=matrices), [("", mesh, block)] * 48)
         elements, products = [0] * world, [0] * world
         for _ in range(48):
             layout = dealer.layout(block, mesh, kind="")
@@ -155,7 +155,7 @@ def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
     may_cut = frozenset(name for one in named for name, _ in one if int(name.split(".")[1]) in cut)
     names = frozenset(name for one in named for name, shape in one if len(shape) == 2)
     owned = WholeParameters(may_cut, names - may_cut if by_cost else frozenset())
-    dealer = Dealer.of(owned, [("fp32", one) for one in named], mesh, align=align)
+    dealer = Dealer.of(owned, [("fp32", mesh, one) for one in named], align=align)
     loads, largest = [0] * mesh.size, 0
     for one in named:
         layout = dealer.layout(one, mesh, kind="fp32", align=align)
