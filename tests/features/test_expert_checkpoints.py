@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.support.experts import Listed, Mixture, Stacked, local_part, whole_mi
 from tests.support.harness import run_ranks
 from tests.support.mesh_checkpoints import exported
 from tests.support.training import VOCABULARY, State, muon_and_adamw, two_groups
+from zeroshard import CheckpointError
 
 KINDS: dict[str, type[nn.Module]] = {"stacked": Stacked, "listed": Listed}
 
@@ -25,11 +28,18 @@ def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return muon_and_adamw(model.named_parameters())
 
 
+RULES: dict[str, Any] = {
+    "adamw": two_groups,
+    "adafactor": partial(two_groups, make=torch.optim.Adafactor),
+    "muon": _muon,
+}
+
+
 class Run:
     """A mixture over all ranks, whose experts `ep` of them divide; 0: each has all."""
 
     def __init__(self, kind: str, ep: int, row: str, values: State | None, **options: Any) -> None:
-        make = _muon if options.pop("muon", False) else two_groups
+        make = RULES[options.pop("rule", "adamw")]
         world, place, group = dist.get_world_size(), 0, None
         if ep:
             mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
@@ -102,8 +112,8 @@ def _chain(
     expected = exported(folder / "0", 1, folder / "0.pt")
     whole = whole_mixture(KINDS[kind])
     assert all(expected[name].shape == p.shape for name, p in whole.named_parameters())
-    assert any("exp_avg" in name for name in expected)
-    assert any("momentum" in name for name in expected) is options.get("muon", False)
+    assert any("exp_avg" in name or "row_var" in name for name in expected)
+    assert any("momentum" in name for name in expected) is (options.get("rule") == "muon")
     for number, (world, ep, row, options) in enumerate(others, 1):
         source, here = folder / str(number - 1), folder / str(number)
         run_ranks(world, _pass_on, kind, ep, row, source, here, options, timeout=100)
@@ -122,12 +132,36 @@ def test_one_rank_with_all_experts_and_ranks_that_divide_them_read_each_others(
 
 def test_experts_of_owners_are_read_by_other_owners_and_in_equal_parts(tmp_path: Path) -> None:
     owned: dict[str, Any] = {"ownership": "whole"}
-    muon = {**owned, "muon": True}
+    muon, factors = ({**owned, "rule": rule} for rule in ("muon", "adafactor"))
     half = {"offload": zs.Offload(optimizer="host", weight="host", fraction=0.5)}
     others = [(2, 2, "zero1", muon), (1, 0, "zero3", muon), (4, 2, "zero3", muon | half)]
     _chain("listed", others, tmp_path / "muon", **muon)
     equal = [(4, 2, "zero3", {}), (3, 0, "zero2", owned), (4, 2, "zero1", owned)]
     _chain("listed", equal, tmp_path / "adamw", **owned)
+    parts = [(2, 2, "zero1", factors), (1, 0, "zero3", factors)]
+    _chain("listed", parts, tmp_path / "adafactor", **factors)
+
+
+def _joined(rank: int, world: int, folder: Path) -> str:
+    run = Run("stacked", 0 if world == 1 else 2, "zero1", None, ownership="whole", rule="adafactor")
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.engine.close)
+        if world > 1:
+            with pytest.raises(CheckpointError, match="whole there and cannot be cut into parts"):
+                zs.load(folder, run.engine)
+        run.train(range(1))
+        refused = pytest.raises(zs.ZeroshardError) if world > 1 else contextlib.nullcontext()
+        with refused as told:
+            zs.save(folder, run.engine, step=1)
+        return str(told.value) if told else ""
+
+
+def test_states_of_another_shape_of_experts_in_one_parameter_are_refused_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, _joined, tmp_path) == [""]
+    for told in run_ranks(2, _joined, tmp_path):
+        assert "one with the experts of other ranks" in told and "\n" not in told
 
 
 @pytest.mark.slow

@@ -179,9 +179,9 @@ def _owned(rank: int, world: int, name: str, folder: Path) -> list[str]:
         )
     expected, losses, found = passes.state(), passes.losses, list[str]()
     passes.engine.close()
-    owned: Any = {"no_sync": False, "make": muon_and_adamw, "ownership": "whole"}
-    for row, first in (("zero3", 0), ("zero1", 2)):
-        run = piped(mesh, name, row, **owned)
+    owned: Any = {"no_sync": False, "make": muon_and_adamw}
+    for row, first, ownership in (("zero3", 0, "whole"), ("zero1", 2, "whole_by_cost")):
+        run = piped(mesh, name, row, ownership=ownership, **owned)
         if first:
             zs.load(folder, run.engine)
         else:

@@ -183,9 +183,9 @@ def _step_on(case: Case, model: nn.Module, engine: zs.Engine, step: int) -> floa
     return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def _by_owners(rank: int, world: int, name: str) -> list[str]:
-    """Return the differences between owners of whole parameters and plain torch with the gradients
-    of an engine.
+def _by_owners(rank: int, world: int, name: str, folder: Path) -> list[str]:
+    """Return the differences between owners of whole parameters, in another row from a checkpoint
+    on, and plain torch with the gradients of an engine.
     """
     mesh, found = mesh_of(dp=2, tp=2), list[str]()
     case, make = BESIDE[name]
@@ -207,25 +207,30 @@ def _by_owners(rank: int, world: int, name: str) -> list[str]:
             step_plainly(engine, pairs, lambda: [o.step() for o in optimizers], clip=SMALL),
         ]
     expected = final_state(passes, engine)
-    for row in ("zero1", "zero3"):
+    for row, first, ownership in (("zero3", 0, "whole"), ("zero1", 2, "whole_by_cost")):
         model = parallelize_module(case.model(), mesh["tp"], case.plan())
         made = make(model.named_parameters())
-        engine = zs.shard(model, made, policy=row, mesh=mesh, ownership="whole")
+        owned: Any = {"ownership": ownership}
+        engine = zs.shard(model, made, policy=row, mesh=mesh, **owned)
+        if first:
+            zs.load(folder, engine)
         losses = []
-        for step in range(3):
+        for step in range(first, 3):
             losses += [_step_on(case, model, engine, step), float(engine.clip_grad_norm_(SMALL))]
             for one in made:
                 one.step()
             for one in made:
                 one.zero_grad()
+            if step == 1:
+                zs.save(folder, engine, step=2)
         found += differences(final_state(model, engine), expected, row)
-        found += [] if losses == told else [f"{row}: {losses} and {told}"]
+        found += [] if losses == told[2 * first :] else [f"{row}: {losses} and {told}"]
     return found
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_owners_step_what_is_whole_beside_parts_as_plain_torch(name: str) -> None:
-    assert not any(run_ranks(4, _by_owners, name, timeout=100))
+def test_owners_step_what_is_whole_beside_parts_as_plain_torch(name: str, tmp_path: Path) -> None:
+    assert not any(run_ranks(4, _by_owners, name, tmp_path, timeout=100))
 
 
 @on_ranks(4)
@@ -238,9 +243,13 @@ def test_a_part_of_a_matrix_is_not_stepped_as_a_matrix() -> None:
     made = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
     with pytest.raises(ConfigError) as refused:
         zs.shard(model, made, mesh=mesh, ownership="whole")
+    engine = zs.shard(model, mesh=mesh, ownership="whole")
+    with pytest.raises(ConfigError) as later:
+        engine.attach(made)
+    engine.close()
     told = str(refused.value)
     assert "'blocks.1.attention.q_proj.weight' is a DTensor" in told and "Muon goes by" in told
-    assert "\n" not in told
+    assert "\n" not in told and str(later.value) == told
 
 
 # ------------------------------------------------------------------- precisions, tiers, codecs, ...

@@ -209,7 +209,7 @@ class StepLoader:
             (apart if is_apart(found) else state)[key] = found
         part, piece = self._parts[owned.name], owned.piece
         by_shape = self._by_shape[owned.group]
-        for key in () if by_shape else tuple(apart):
+        for key in () if by_shape and part.is_whole else tuple(apart):
             value = apart.pop(key)
             if not is_plain(value) or value.shape != part.shape or not part.is_whole:
                 raise CheckpointError(

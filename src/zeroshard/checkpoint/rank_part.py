@@ -414,6 +414,12 @@ def divide(engine: Engine, part: RankPart) -> None:
                 part.states[name] = {"same" if alike else "own": value}
 
 
+_JOINED = (
+    "in a checkpoint it is one with the experts of other ranks; make experts modules of their own,"
+    " by number (docs/moe.md)"
+)
+
+
 def _collect_pieces(
     engine: Engine, experts: Experts, averages: Mapping[str, EMA], part: RankPart
 ) -> None:
@@ -431,15 +437,17 @@ def _collect_pieces(
             place, box = (name, piece.kind, piece.start, piece.stop), part.boxes.get(name, ())
             tensor = piece.tensor if piece.state.on_device else piece.borrowed
             part.stored.append((TensorEntry.piece(*place, code, box), tensor))
+            alone = whole and name not in part.boxes
             for key, value in numbers.get(piece.name, {}).items() if piece.kind == VALUE else ():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and not whole:
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and not alone:
+                    why = _JOINED if whole else KEPT_STATES
                     raise CheckpointError(
                         f"optimizer state {key!r} of parameter {name!r} has shape"
-                        f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
+                        f" {list(value.shape)}, not the parameter's: {why}"
                     )
                 path = f"optimizer state {key!r} of {name!r}"
                 of_whole = partial(_store_whole, part, path, f"{name}|{STATE}{key}")
-                store = of_whole if whole else no_tensors
+                store = of_whole if alone else no_tensors
                 part.scalars.setdefault(name, {})[key] = encode(value, path, store)
 
 

@@ -219,7 +219,8 @@ class Engine(Assembly):
                 " list, or use param groups"
             )
         joint = joined(optimizer)
-        check_parameters(joint, named_parameters_once(self.module))
+        part, options = step_settings(self._context, self._weights.units, self._backward.decisions)
+        check_parameters(joint, named_parameters_once(self.module), whole=options.whole)
         with self._context.faults.together(lost=True):
             for unit in self._weights.units:
                 for segment in unit.trainable:
@@ -227,8 +228,7 @@ class Engine(Assembly):
                         master = make_master(segment, unit.cells, self._context)
                         move(segment.weight, master, segment.aliased)
                         segment.watch(strict=self._context.options.strict)
-        settings = step_settings(self._context, self._weights.units, self._backward.decisions)
-        sharded = ShardedOptimizer(joint, self._loop, *settings)
+        sharded = ShardedOptimizer(joint, self._loop, part, options)
         tiles = StepTiles(self._weights.units, self._context, whole=sharded.states.whole)
         try:
             with self._context.faults.together(lost=True):

@@ -75,9 +75,10 @@ def check_model(
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    check_parameters(optimizer, parameters)
+    whole = settings is not None and settings.ownership is not None
+    check_parameters(optimizer, parameters, whole=whole)
     for one in each_of(optimizer):
-        check_rule(one, whole=settings is not None and settings.ownership is not None)
+        check_rule(one, whole=whole)
     if (
         settings is not None
         and settings.ownership == "whole_by_cost"
@@ -89,15 +90,6 @@ def check_model(
         )
     by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
     if settings is not None and settings.ownership and by_matrix:
-        for name, parameter in parameters.items():
-            of = owner(optimizer, parameter) if parameter.requires_grad else None
-            if of in by_matrix and not part_of(name, parameter).is_whole:
-                raise ConfigError(
-                    f"parameter {name!r} is a DTensor, and each rank has a part of it:"
-                    f" {class_name(of)} goes by whole parameters, and the numbers of a step of the"
-                    " parts are others. Give it to an elementwise optimizer, for example"
-                    " torch.optim.AdamW, or leave it whole"
-                )
         precision = settings.resolved_precision()
         options = {"master='remainder'": precision.has_remainders}
         options |= {"moments='bf16'": precision.rounds_moments}
