@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,28 @@ import zeroshard as zs
 from tests.support.experts import Listed, Mixture, Stacked, local_part, whole_mixture
 from tests.support.harness import run_ranks
 from tests.support.mesh_checkpoints import exported
-from tests.support.training import VOCABULARY, State, two_groups
+from tests.support.training import VOCABULARY, State, muon_and_adamw, two_groups
+from zeroshard import CheckpointError
 
 KINDS: dict[str, type[nn.Module]] = {"stacked": Stacked, "listed": Listed}
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return muon_and_adamw(model.named_parameters())
+
+
+RULES: dict[str, Any] = {
+    "adamw": two_groups,
+    "adafactor": partial(two_groups, make=torch.optim.Adafactor),
+    "muon": _muon,
+}
 
 
 class Run:
     """A mixture over all ranks, whose experts `ep` of them divide; 0: each has all."""
 
     def __init__(self, kind: str, ep: int, row: str, values: State | None, **options: Any) -> None:
+        make = RULES[options.pop("rule", "adamw")]
         world, place, group = dist.get_world_size(), 0, None
         if ep:
             mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
@@ -36,8 +51,9 @@ class Run:
             named = whole_mixture(self.kind).named_parameters()
             values = {name: torch.zeros_like(value) for name, value in named}
         self.model.load_state_dict(local_part(values, self.kind, place, self.ep))
-        self.optimizer = two_groups(self.model)
-        self.engine = zs.shard(self.model, self.optimizer, policy=row, **options)
+        self.engine = zs.shard(self.model, make(self.model), policy=row, **options)
+        assert self.engine.optimizer is not None
+        self.optimizer = self.engine.optimizer
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -56,14 +72,16 @@ def _started(kind: str) -> State:
     return dict(whole_mixture(KINDS[kind]).state_dict())
 
 
-def _write(rank: int, world: int, kind: str, ep: int, row: str, folder: Path) -> None:
-    run = Run(kind, ep, row, _started(kind))
+def _write(
+    rank: int, world: int, kind: str, ep: int, row: str, folder: Path, options: dict[str, Any]
+) -> None:
+    run = Run(kind, ep, row, _started(kind), **options)
     run.train(range(2))
     zs.save(folder, run.engine, step=1)
     run.train(range(2, 4))
     expected = run.whole()
     run.engine.close()
-    again = Run(kind, ep, row, None)
+    again = Run(kind, ep, row, None, **options)
     zs.load(folder, again.engine)
     again.train(range(2, 4))
     found = again.whole()
@@ -84,13 +102,18 @@ def _pass_on(
     run.engine.close()
 
 
-def _chain(kind: str, others: list[tuple[int, int, str, dict[str, Any]]], folder: Path) -> None:
-    """Save under ep 2 over four ranks; pass it from one layout (ranks, ep, row) to the next."""
-    run_ranks(4, _write, kind, 2, "zero3", folder / "0")
+def _chain(
+    kind: str, others: list[tuple[int, int, str, dict[str, Any]]], folder: Path, **options: Any
+) -> None:
+    """Save under ep 2 over four ranks, with `options`; pass it from one layout (ranks, ep, row) to
+    the next.
+    """
+    run_ranks(4, _write, kind, 2, "zero3", folder / "0", options)
     expected = exported(folder / "0", 1, folder / "0.pt")
     whole = whole_mixture(KINDS[kind])
     assert all(expected[name].shape == p.shape for name, p in whole.named_parameters())
-    assert any("exp_avg" in name for name in expected)
+    assert any("exp_avg" in name or "row_var" in name for name in expected)
+    assert any("momentum" in name for name in expected) is (options.get("rule") == "muon")
     for number, (world, ep, row, options) in enumerate(others, 1):
         source, here = folder / str(number - 1), folder / str(number)
         run_ranks(world, _pass_on, kind, ep, row, source, here, options, timeout=100)
@@ -105,6 +128,40 @@ def test_one_rank_with_all_experts_and_ranks_that_divide_them_read_each_others(
     kind: str, tmp_path: Path
 ) -> None:
     _chain(kind, [(1, 0, "zero1", {}), (4, 4, "zero1", {}), (2, 2, "ddp", {})], tmp_path)
+
+
+def test_experts_of_owners_are_read_by_other_owners_and_in_equal_parts(tmp_path: Path) -> None:
+    owned: dict[str, Any] = {"ownership": "whole"}
+    muon, factors = ({**owned, "rule": rule} for rule in ("muon", "adafactor"))
+    half = {"offload": zs.Offload(optimizer="host", weight="host", fraction=0.5)}
+    others = [(2, 2, "zero1", muon), (1, 0, "zero3", muon), (4, 2, "zero3", muon | half)]
+    _chain("listed", others, tmp_path / "muon", **muon)
+    equal = [(4, 2, "zero3", {}), (3, 0, "zero2", owned), (4, 2, "zero1", owned)]
+    _chain("listed", equal, tmp_path / "adamw", **owned)
+    parts = [(2, 2, "zero1", factors), (1, 0, "zero3", factors)]
+    _chain("listed", parts, tmp_path / "adafactor", **factors)
+
+
+def _joined(rank: int, world: int, folder: Path) -> str:
+    run = Run("stacked", 0 if world == 1 else 2, "zero1", None, ownership="whole", rule="adafactor")
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.engine.close)
+        if world > 1:
+            with pytest.raises(CheckpointError, match="whole there and cannot be cut into parts"):
+                zs.load(folder, run.engine)
+        run.train(range(1))
+        refused = pytest.raises(zs.ZeroshardError) if world > 1 else contextlib.nullcontext()
+        with refused as told:
+            zs.save(folder, run.engine, step=1)
+        return str(told.value) if told else ""
+
+
+def test_states_of_another_shape_of_experts_in_one_parameter_are_refused_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, _joined, tmp_path) == [""]
+    for told in run_ranks(2, _joined, tmp_path):
+        assert "one with the experts of other ranks" in told and "\n" not in told
 
 
 @pytest.mark.slow

@@ -26,7 +26,16 @@ from tests.support.experts import (
     whole_mixture,
 )
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import VOCABULARY, State, differences, equal, final_state, two_groups
+from tests.support.training import (
+    VOCABULARY,
+    State,
+    differences,
+    equal,
+    final_state,
+    muon_and_adamw,
+    step_plainly,
+    two_groups,
+)
 from zeroshard.errors import PlanMismatch
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
@@ -291,6 +300,89 @@ def _whole_after(rank: int, world: int, divided: bool) -> list[str]:
 @pytest.mark.parametrize("divided", [True, False], ids=["divided", "in join()"])
 def test_experts_without_a_token_are_not_gathered_in_a_step_after_a_reset(divided: bool) -> None:
     assert not any(run_ranks(4 if divided else 2, _whole_after, divided, timeout=90))
+
+
+# ---------------------------------------------------------------------- owners of whole parameters
+
+
+def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return muon_and_adamw(model.named_parameters())
+
+
+RULES: dict[str, Callable[[nn.Module], Any]] = {"muon": _muon, "adamw": two_groups}
+Options = list[tuple[str, dict[str, Any]]]
+WHOLE: dict[str, Any] = {"ownership": "whole"}
+HALF = {"offload": {"optimizer": "host", "grad": "host", "fraction": 0.5}}
+OWNED: Options = [("ddp", {}), ("zero1", {}), ("zero2", {}), ("zero3", {}), ("zero3", HALF)]
+NODES = {"comm": zs.Comm(node_size=2)}
+MORE: Options = [
+    ("zero3-keep", {}),
+    ("hpz", NODES),
+    ("hfsdp", NODES),
+    ("zero3", {"accumulation_budget": "4KiB"}),
+    ("zero3", {"comm": zs.Comm(transport="gloo")}),
+    ("zero2", {"offload": {"optimizer": "host", "delayed_update": 9}}),
+]
+BY_COST: Options = [(row, {"ownership": "whole_by_cost"}) for row in ("zero1", "zero3")]
+
+
+def _stepped_plainly(rule: str, mesh: DeviceMesh) -> tuple[list[float], State]:
+    """Step this rank's part of the model by plain torch, with the gradients of an engine."""
+    passes, _, engine = _sharded(Listed, mesh, "ddp", optimizer=lambda model: None)
+    model = Mixture(Listed, mesh.get_group("ep"))
+    model.load_state_dict(engine.full_state_dict(rank0_only=False))
+    made, losses = RULES[rule](model), []
+    every = made if isinstance(made, list) else [made]
+    pairs = [*zip(passes.parameters(), model.parameters(), strict=True)]
+    for step in range(STEPS):
+        loss = passes(*_batch(engine.rank, step))
+        engine.backward(loss)
+        norm = step_plainly(engine, pairs, lambda: [one.step() for one in every], clip=SMALL)
+        losses += [float(loss), norm]
+    return losses, final_state(passes, engine)
+
+
+def _by_owners(rank: int, world: int, rule: str, ep: int, options: Options) -> list[str]:
+    """Return the differences from plain torch of runs with owners in rows with `options`."""
+    mesh, found = _mesh(ep, world), list[str]()
+    expected, state = _stepped_plainly(rule, mesh)
+    sizes = {value.numel() for value in state.values()}
+    every = sum(p.numel() for p in whole_mixture(Listed).parameters())
+    for row, more in options:
+        given: dict[str, Any] = WHOLE | {"optimizer": RULES[rule]} | more
+        model, _, engine = _sharded(Listed, mesh, row, **given)
+        assert engine.optimizer is not None
+        losses = []
+        for step in range(STEPS):
+            loss = model(*_batch(rank, step))
+            engine.backward(loss)
+            losses += [float(loss), float(engine.clip_grad_norm_(SMALL))]
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        groups = engine.optimizer.param_groups
+        told = engine.explain_optimizer().groups
+        if "offload" not in more:  # else pieces rest elsewhere
+            owned = [[p.numel() for p in group["params"]] for group in groups]
+            assert [one.elements[rank] for one in told] == [sum(sizes) for sizes in owned], row
+            assert rule == "adamw" or {*owned[0]} <= {0, *sizes}, (row, owned)
+        assert row == "ddp" or sum(sum(one.elements) for one in told) == every, row
+        label = f"{row} {more}"
+        found += differences(final_state(model, engine), state, label)
+        found += [] if losses == expected else [f"{label}: {losses} and {expected}"]
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_of_owners_are_stepped_as_by_plain_torch(rule: str) -> None:
+    options = OWNED + (BY_COST if rule == "muon" else [])
+    assert not any(run_ranks(4, _by_owners, rule, 2, options, timeout=100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_of_owners_are_in_every_row_and_division(rule: str, ep: int) -> None:
+    assert not any(run_ranks(4, _by_owners, rule, ep, OWNED + MORE, timeout=200))
 
 
 # ------------------------------------------------------------------------------ what an engine says

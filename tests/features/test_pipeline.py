@@ -34,7 +34,13 @@ from tests.support.pipelines import (
     piped,
     tokens,
 )
-from tests.support.training import differences, final_state, has_parameters
+from tests.support.training import (
+    differences,
+    final_state,
+    has_parameters,
+    muon_and_adamw,
+    step_plainly,
+)
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.core.timeline import Timeline
 
@@ -152,6 +158,47 @@ def test_every_row_trains_the_model_of_one_process(name: str) -> None:
     rows = sorted(((one["row"], one["budget"]) for one in cases), key=EVERY.index)
     assert [row for row, _ in rows] == list(ROWS)
     _check_rows(name, 4, 2, no_sync=True, rows=rows)
+
+
+def _owned(rank: int, world: int, name: str, folder: Path) -> list[str]:
+    """Train stages by owners of whole parameters, and the second half in another row from a
+    checkpoint, beside plain torch with the gradients of an engine; return the differences.
+    """
+    mesh = mesh_of()
+    passes = piped(mesh, name, "ddp", no_sync=False, make=lambda named: None)
+    numbers = [stage.stage_index for stage in passes.stages]
+    plain = [part(number, 2 * len(numbers)) for number in numbers]
+    own = [p for stage in passes.stages for p in stage.submod.parameters()]
+    theirs = [one for module in plain for one in module.named_parameters()]
+    optimizers, norms = muon_and_adamw(theirs), []
+    pairs = [*zip(own, [parameter for _, parameter in theirs], strict=True)]
+    for step in range(4):
+        passes.run(step, 8)
+        norms.append(
+            step_plainly(passes.engine, pairs, lambda: [o.step() for o in optimizers], clip=CLIP)
+        )
+    expected, losses, found = passes.state(), passes.losses, list[str]()
+    passes.engine.close()
+    owned: Any = {"no_sync": False, "make": muon_and_adamw}
+    for row, first, ownership in (("zero3", 0, "whole"), ("zero1", 2, "whole_by_cost")):
+        run = piped(mesh, name, row, ownership=ownership, **owned)
+        if first:
+            zs.load(folder, run.engine)
+        else:
+            run.train(2, 8, clip=CLIP)
+            zs.save(folder, run.engine, step=2)
+        run.train(2, 8, clip=CLIP, first=2)
+        assert run.engine.explain_optimizer().groups[0].kind == "matrix"
+        found += differences(run.state(), expected, row)
+        run.engine.close()
+        if run.losses != losses[first:] or run.norms != norms[first:]:
+            found.append(f"{row}: {run.losses} {run.norms}, and {losses} {norms}")
+    return found
+
+
+@pytest.mark.parametrize("name", TRAINED["name"])
+def test_stages_of_owners_are_stepped_as_by_plain_torch(name: str, tmp_path: Path) -> None:
+    assert not any(run_ranks(4, _owned, name, tmp_path, timeout=100))
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ bits in every row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeroshard as zs
+from tests.fuzz.optimizers import Lamb
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.tensor_parallel import (
     CASES,
+    Case,
     alone,
     difference,
     llama_plan,
@@ -29,7 +32,13 @@ from tests.support.tensor_parallel import (
     micro_batches,
     train,
 )
-from tests.support.training import final_state, two_groups
+from tests.support.training import (
+    differences,
+    final_state,
+    muon_and_adamw,
+    step_plainly,
+    two_groups,
+)
 from zeroshard import ConfigError, PlanMismatch, StateError
 from zeroshard.state.local import local_of
 
@@ -133,6 +142,114 @@ def test_discarded_gradients_leave_no_trace() -> None:
     for row in ("ddp", "zero2", "zero3"):
         told = trained(row, ["optimizer", "zeros", "by hand"] * 2)
         assert all(torch.equal(*pair) for pair in zip(told, expected, strict=True)), row
+
+
+# ---------------------------------------------------------------------- owners of whole parameters
+
+
+@on_ranks(4, timeout=100)
+def test_owners_step_parts_by_an_elementwise_optimizer_with_the_bits_of_equal_parts() -> None:
+    mesh = mesh_of(dp=2, tp=2)
+    for name in ("llama", "uneven", "empty"):
+        equal = train(CASES[name], mesh, 3, clip=SMALL)
+        for row in ("zero1", "zero3"):
+            run = train(CASES[name], mesh, 3, clip=SMALL, policy=row, ownership="whole")
+            assert not run.same_bits(equal), (name, row, run.same_bits(equal))
+
+
+def _attention_alone() -> Mapping[str, ParallelStyle]:
+    return {name: style for name, style in llama_plan().items() if "attention" in name}
+
+
+def _lamb_and_adamw(named: Iterable[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Return LAMB of norms, which are whole DTensors, and AdamW of the rest."""
+    norms, rest = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named:
+        (norms if "norm" in name else rest).append(parameter)
+    return [Lamb(norms, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+
+
+BESIDE: dict[str, tuple[Case, Any]] = {
+    "plain matrices": (replace(CASES["llama"], plan=_attention_alone), muon_and_adamw),
+    "whole DTensors": (CASES["sequence and loss"], _lamb_and_adamw),
+}
+
+
+def _step_on(case: Case, model: nn.Module, engine: zs.Engine, step: int) -> float:
+    ((x, y),) = micro_batches(engine.rank, step, case.vocabulary)
+    with case.around_loss():
+        loss = model(x, y)
+        engine.backward(loss)
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+
+
+def _by_owners(rank: int, world: int, name: str, folder: Path) -> list[str]:
+    """Return the differences between owners of whole parameters, in another row from a checkpoint
+    on, and plain torch with the gradients of an engine.
+    """
+    mesh, found = mesh_of(dp=2, tp=2), list[str]()
+    case, make = BESIDE[name]
+    passes = parallelize_module(case.model(), mesh["tp"], case.plan())
+    named, told = dict(passes.named_parameters()), list[float]()
+    assert any(isinstance(p, DTensor) for p in named.values())
+    parts = {id(p): nn.Parameter(local_of(p).detach().clone()) for p in named.values()}
+    optimizers: list[Any] = [
+        type(one)([parts[id(p)] for p in group["params"]], lr=group["lr"])
+        for one in make(named.items())
+        for group in one.param_groups
+    ]
+    engine = zs.shard(passes, policy="ddp", mesh=mesh)
+    pairs = [(p, parts[id(p)]) for p in named.values()]
+    for step in range(3):
+        loss = _step_on(case, passes, engine, step)
+        told += [
+            loss,
+            step_plainly(engine, pairs, lambda: [o.step() for o in optimizers], clip=SMALL),
+        ]
+    expected = final_state(passes, engine)
+    for row, first, ownership in (("zero3", 0, "whole"), ("zero1", 2, "whole_by_cost")):
+        model = parallelize_module(case.model(), mesh["tp"], case.plan())
+        made = make(model.named_parameters())
+        owned: Any = {"ownership": ownership}
+        engine = zs.shard(model, made, policy=row, mesh=mesh, **owned)
+        if first:
+            zs.load(folder, engine)
+        losses = []
+        for step in range(first, 3):
+            losses += [_step_on(case, model, engine, step), float(engine.clip_grad_norm_(SMALL))]
+            for one in made:
+                one.step()
+            for one in made:
+                one.zero_grad()
+            if step == 1:
+                zs.save(folder, engine, step=2)
+        found += differences(final_state(model, engine), expected, row)
+        found += [] if losses == told[2 * first :] else [f"{row}: {losses} and {told}"]
+    return found
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_owners_step_what_is_whole_beside_parts_as_plain_torch(name: str, tmp_path: Path) -> None:
+    assert not any(run_ranks(4, _by_owners, name, tmp_path, timeout=100))
+
+
+@on_ranks(4)
+def test_a_part_of_a_matrix_is_not_stepped_as_a_matrix() -> None:
+    mesh = mesh_of(dp=2, tp=2)
+    model = parallelize_module(CASES["llama"].model(), mesh["tp"], llama_plan())
+    named = dict(model.named_parameters())
+    matrices = [p for one, p in named.items() if p.ndim == 2 and "blocks.1" in one]
+    rest = [p for p in named.values() if not any(p is one for one in matrices)]
+    made = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    with pytest.raises(ConfigError) as refused:
+        zs.shard(model, made, mesh=mesh, ownership="whole")
+    engine = zs.shard(model, mesh=mesh, ownership="whole")
+    with pytest.raises(ConfigError) as later:
+        engine.attach(made)
+    engine.close()
+    told = str(refused.value)
+    assert "'blocks.1.attention.q_proj.weight' is a DTensor" in told and "Muon goes by" in told
+    assert "\n" not in told and str(later.value) == told
 
 
 # ------------------------------------------------------------------- precisions, tiers, codecs, ...

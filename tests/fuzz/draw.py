@@ -19,6 +19,7 @@ from tests.fuzz.program import (
     CUT_OFF,
     EVENTS,
     INTERRUPTS,
+    OWNED_EXPERTS,
     READS,
     WHOLE_TIERS,
     WRITES,
@@ -92,7 +93,12 @@ def _drawn(seed: int) -> Program:
     if seed >= REMAINDERS and random.Random(f"remainders of {seed}").random() < share:
         tiers = {f"{state}_tier": "device" for state in ("weight", "grad", "optimizer")}
         program = replace(program, precision="bf16", remainder=True, **tiers)
+    has_experts = seed >= OWNED_EXPERTS and bool(program.ownership) and own.random() < 0.5
+    if has_experts:
+        program = replace(program, world=own.choice((2, 3, 4, 4, 4)), node_size=None)
     layers = tuple(_layer(rng, index) for index in range(rng.randint(1, 4)))
+    if has_experts:
+        layers = (replace(layers[0], kind="experts"), *layers[1:])
     program = replace(program, layers=layers)
     branches = rng.random() < 0.15
     varied = rng.random() < 0.2  # the same on every rank, but not every layer once

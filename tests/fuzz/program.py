@@ -16,6 +16,7 @@ from zeroshard.core.policy import ROWS, row
 
 # whose weights rest sharded over all ranks, so that a codec takes them
 CODED_ROWS = ("zero3", "hpz")
+OWNED_EXPERTS = 110_000  # from this seed on ranks may own whole experts
 WHOLE_TIERS = 106_000  # from this seed on steps of whole parameters may rest on other tiers
 CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
@@ -373,11 +374,13 @@ def _without_routes(program: Program) -> Program:
 def _repaired_options(program: Program) -> Program:
     """Take out what is refused by name beside another option."""
     if program.has_experts:  # no columns of nodes, no shares
-        if program.optimizer in ("lamb", "hybrid"):
+        owned = program.ownership if program.seed >= OWNED_EXPERTS else None
+        program = replace(program, node_size=None, shares=None, ownership=owned, along_cp=False)
+        if program.optimizer in _OF_WHOLE and not owned:
             program = replace(program, optimizer="adamw")
-        program = replace(program, node_size=None, shares=None, ownership=None, along_cp=False)
-        if program.optimizer in _OF_WHOLE:
-            program = replace(program, optimizer="adamw")
+        saves = any("save" in step.between for step in program.steps)
+        if program.optimizer in ("adafactor", "blocks") and saves:  # of experts in one parameter
+            program = replace(program, optimizer="hybrid")
         apart = tuple(  # a module with two names is matched by one of them
             replace(layer, same_as=None, same_module=False) if layer.kind == "experts" else layer
             for layer in program.layers

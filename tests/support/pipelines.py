@@ -4,7 +4,7 @@ loop that trains it with an engine, beside the same training in one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,10 @@ class Piped:
         return {name: value.clone() for name, value in full.items()}
 
 
+def _adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
+
+
 def mesh_of(pp: int = 2, dp: int = 2, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (pp, dp), mesh_dim_names=("pp", "dp"))
 
@@ -197,10 +201,12 @@ def piped(
     scale_grads: bool = True,
     follow: bool = True,
     width: int = 8,
+    make: Callable[[Any], Any] = _adamw,
     **options: Any,
 ) -> Piped:
     """Build this rank's stages, shard them, and let the engine follow the schedule. `shapes`: an
-    input of the first stage's, from which no stage has to be run to learn its shapes.
+    input of the first stage's, from which no stage has to be run to learn its shapes. `make`
+    returns one optimizer or several of named parameters.
     """
     ranks, rank = mesh.size(0), mesh.get_local_rank("pp")
     numbers = numbers_of(name, rank, ranks)
@@ -217,19 +223,17 @@ def piped(
             given["input_args"] = shapes.to(device) if number == 0 else hidden
             given["output_args"] = logits if number == num_stages - 1 else hidden
         stages.append(PipelineStage(module, number, num_stages, device, group=group, **given))
-    parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    made = make([one for stage in stages for one in stage.submod.named_parameters()])
     engine = zs.shard(
-        stages if len(stages) > 1 else stages[0], optimizer, policy=row, mesh=mesh, **options
+        stages if len(stages) > 1 else stages[0], made, policy=row, mesh=mesh, **options
     )
-    make = get_schedule_class(name)
-    schedule = make(
+    schedule = get_schedule_class(name)(
         stages if len(stages) > 1 or name not in SINGLE else stages[0],
         n_microbatches=micro_batches,
         loss_fn=loss_of,
         scale_grads=scale_grads,
     )
-    out = Piped(mesh, stages, optimizer, engine, schedule)
+    out = Piped(mesh, stages, engine.optimizer or made, engine, schedule)
     if follow:
         out.following = engine.follow(schedule, budget=budget, no_sync=no_sync)
     return out

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from tests.support import inside
+from zeroshard.state.local import is_dtensor, local_of
 
 State = dict[str, torch.Tensor]
 
@@ -408,19 +410,48 @@ def plainly_trained(
     for step in range(steps):
         for leaf in engine.leaves(step):
             engine.backward(loss_of(passes, step, leaf))
-        if clip is not None:
-            assert float(engine.clip_grad_norm_(clip)) > clip
-        for mine, its in pairs:
-            its.grad = None
-            if mine.requires_grad:
-                its.grad = torch.empty_like(its).copy_(engine.full_grad(mine))
-        engine.reset()
-        before = [its.detach().clone() for its in model.parameters()]
-        take()
-        is_late = late is not None and step >= late
-        with torch.no_grad():
-            for (mine, its), old in zip(pairs, before, strict=True):
-                mine.copy_(old if is_late else its)
+        step_plainly(engine, pairs, take, clip=clip, late=late is not None and step >= late)
     engine.close()
     torch.set_num_threads(threads)
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def step_plainly(
+    engine: zs.Engine,
+    pairs: Sequence[tuple[nn.Parameter, nn.Parameter]],
+    take: Callable[[], Any],
+    *,
+    clip: float | None = None,
+    late: bool = False,
+) -> float:
+    """Let `take` step plain parameters by the gradients of those of `engine`, which keeps weights
+    whole and has no optimizer; `pairs` are both (of a DTensor its part). Then both are alike, or
+    the engine's as the plain ones were before. Return the norm, clipped to `clip`.
+    """
+    norm = 0.0 if clip is None else float(engine.clip_grad_norm_(clip))
+    assert clip is None or norm > clip
+    for mine, its in pairs:
+        grad = engine.full_grad(mine) if mine.requires_grad else None
+        if grad is not None and isinstance(mine, DTensor):
+            grad = distribute_tensor(grad, mine.device_mesh, mine.placements)
+        its.grad = None if grad is None else torch.empty_like(its).copy_(local_of(grad))
+    engine.reset()
+    before = [its.detach().clone() for _, its in pairs]
+    take()
+    with torch.no_grad():
+        for (mine, its), old in zip(pairs, before, strict=True):
+            value: torch.Tensor = old if late else its
+            if isinstance(mine, DTensor):  # evenly cut
+                value = DTensor.from_local(value, mine.device_mesh, mine.placements)
+            mine.copy_(value)
+    return norm
+
+
+def muon_and_adamw(named: Iterable[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Return Muon of the matrices, but for tables and DTensors, and AdamW of the rest."""
+    matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named:
+        is_table = "embed" in name or "head" in name
+        is_matrix = parameter.ndim == 2 and not is_table and not is_dtensor(parameter)
+        (matrices if is_matrix else rest).append(parameter)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]

@@ -230,15 +230,15 @@ class StepLoader:
                 found = joined(sorted(parts.items()), span, iter(is_cut), owned.shape)
             elif is_plain(found) and found.shape == part.shape != owned.shape and part.is_whole:
                 found = owned.shaped(flatten(found, owned.stride)[piece.start : piece.stop].clone())
-            elif is_apart(found) and by_shape:
+            elif is_apart(found) and by_shape and part.is_whole:
                 assert states is not None, name
                 of_ranges = {of_range: {key: one} for of_range, one in parts.items()}
                 try:
                     found = states.gathered(owned, owned.group, of_ranges)[key]
                 except ConfigError as error:
                     raise CheckpointError(f"{self._saved.path}: {error}") from error
-            if is_apart(found) and not by_shape:
-                if not is_plain(found) or found.numel() != piece.numel:
+            if is_apart(found) and not (by_shape and part.is_whole):
+                if not is_plain(found) or found.numel() != piece.numel or not part.is_whole:
                     raise CheckpointError(
                         f"{self._saved.path}: optimizer state {key!r} of parameter {name!r} is"
                         f" whole there and cannot be cut into parts: {WHOLE}"

@@ -417,6 +417,12 @@ def divide(engine: Engine, part: RankPart) -> None:
                 part.states[name] = {"same" if alike else "own": value}
 
 
+_JOINED = (
+    "in a checkpoint it is one with the experts of other ranks; make experts modules of their own,"
+    " by number (docs/moe.md)"
+)
+
+
 def _collect_pieces(
     engine: Engine, experts: Experts, averages: Mapping[str, EMA], part: RankPart
 ) -> None:
@@ -440,15 +446,17 @@ def _collect_pieces(
             tensor = piece.tensor if piece.state.on_device else piece.borrowed
             part.stored.append((TensorEntry.piece(*place, code, box), tensor))
             by_range = numbers.get(piece.name, {}) if piece.kind == VALUE else {}
+            alone = whole and name not in part.boxes
             for (start, stop), of_range in by_range.items():
                 is_ours = piece.start <= start < piece.stop
                 for key, value in of_range.items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0 and not whole:
+                    if isinstance(value, torch.Tensor) and value.dim() > 0 and not alone:
+                        why = _JOINED if whole else KEPT_STATES
                         raise CheckpointError(
                             f"optimizer state {key!r} of parameter {name!r} has shape"
-                            f" {list(value.shape)}, not the parameter's: {KEPT_STATES}"
+                            f" {list(value.shape)}, not the parameter's: {why}"
                         )
-                    if whole and is_apart(value):
+                    if alone and is_apart(value):
                         if not is_ours:  # a peer of ours that owns it saves it
                             continue
                         scalars = part.scalars.setdefault(name, {})
@@ -458,7 +466,7 @@ def _collect_pieces(
                             key = ranged(key, start, stop)
                     path = f"optimizer state {key!r} of {name!r}"
                     of_whole = partial(_store_whole, part, path, f"{name}|{STATE}{key}")
-                    store = of_whole if whole else no_tensors
+                    store = of_whole if alone else no_tensors
                     part.scalars.setdefault(name, {})[key] = encode(value, path, store)
 
 

@@ -239,6 +239,12 @@ class Holders:
         """The number of this rank's group, and the number of groups."""
         return self.groups.index(self.members), len(self.groups)
 
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The place of each rank in its group."""
+        every = {rank: place for group in self.groups for place, rank in enumerate(group)}
+        return tuple(every[rank] for rank in range(len(every)))
+
     @property
     def differ(self) -> bool:
         """Whether some ranks hold other parameters than others."""

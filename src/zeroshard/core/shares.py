@@ -317,19 +317,20 @@ def whole_tiles(split: int, numel: int, tile_numel: int, uncut: Sequence[Range])
 class Dealer:
     """Lays out the segments of a model, one after another, over ranks with `shares`, None: equal
     ones. Segments of one kind (dtype, trained or not) share a count, so that the bytes of every
-    state follow the shares. Ranks that own parameters whole get `cuts` (`whole_cuts`).
+    state follow the shares. Ranks that own parameters whole get `cuts`: experts with a mesh of
+    their own are dealt out among its ranks, by themselves.
     """
 
     shares: Shares | None = None
-    cuts: dict[Hashable, list[tuple[int, ...]]] | None = None  # elements, by kind, last one first
+    # elements, by kind and mesh, last one first
+    cuts: dict[tuple[Hashable, Mesh], list[tuple[int, ...]]] | None = None
     _dealt: dict[Hashable, list[int]] = field(default_factory=dict)  # blocks, by kind
 
     @classmethod
     def of(
         cls,
         shares: Shares | WholeParameters | None,
-        segments: Iterable[tuple[Hashable, Sequence[tuple[str, tuple[int, ...]]]]],
-        mesh: Mesh,
+        segments: Iterable[tuple[Hashable, Mesh, Sequence[tuple[str, tuple[int, ...]]]]],
         *,
         align: int = ALIGN,
         order: Sequence[int] = (),
@@ -339,11 +340,11 @@ class Dealer:
         """
         if not isinstance(shares, WholeParameters):
             return cls(shares)
-        by_kind: dict[Hashable, list[Sequence[tuple[str, tuple[int, ...]]]]] = {}
-        for kind, named_shapes in segments:
-            by_kind.setdefault(kind, []).append(named_shapes)
-        cuts: dict[Hashable, list[tuple[int, ...]]] = {}
-        for kind, every in by_kind.items():
+        by_kind: dict[tuple[Hashable, Mesh], list[Sequence[tuple[str, tuple[int, ...]]]]] = {}
+        for kind, mesh, named_shapes in segments:
+            by_kind.setdefault((kind, mesh), []).append(named_shapes)
+        cuts: dict[tuple[Hashable, Mesh], list[tuple[int, ...]]] = {}
+        for (kind, mesh), every in by_kind.items():
             named = [
                 [
                     (name, *grain)
@@ -364,7 +365,7 @@ class Dealer:
                 for pair in zip(named, sizes, strict=True)
             ]
             dealt = whole_shares(sizes, mesh.column_order, weights=weights)
-            cuts[kind] = [
+            cuts[kind, mesh] = [
                 tuple(one[rank] for rank in order or range(mesh.size)) for one in reversed(dealt)
             ]
         return cls(None, cuts)
@@ -379,7 +380,7 @@ class Dealer:
     ) -> Layout:
         """Return the layout of the next segment, which is of `kind`."""
         if self.cuts is not None:
-            return Layout.build(named_shapes, mesh, align=align, shares=self.cuts[kind].pop())
+            return Layout.build(named_shapes, mesh, align=align, shares=self.cuts[kind, mesh].pop())
         if self.shares is None:
             return Layout.build(named_shapes, mesh, align=align)
         dealt = self._dealt.setdefault(kind, [0] * mesh.size)

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ConfigError, StateError
-from zeroshard.optim.copies import TileOptimizer
+from zeroshard.optim.copies import TileOptimizer, is_elementwise
+from zeroshard.state.local import part_of
 
 INTERRUPTED = (
     "the last optimizer.step() did not finish: call engine.reset() on every rank after an exception"
@@ -191,9 +192,12 @@ def title(optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer) -> str:
     return f"{type(one).__name__} (optimizer {index})"
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+def check_parameters(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], *, whole: bool
+) -> None:
     """Raise ConfigError unless `optimizer` holds all trainable `parameters` (by qualified name)
-    and no others, and each of several holds its own; frozen ones may be in it.
+    and no others, and each of several holds its own; frozen ones may be in it. With ranks that own
+    `whole` ones, what steps a DTensor with a part on each rank has to be elementwise.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     held: dict[int, torch.optim.Optimizer] = {}
@@ -226,6 +230,15 @@ def check_parameters(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.
             f"parameter {missing[0]!r}{more} is trainable but {where}, or set"
             " requires_grad=False before shard()"
         )
+    for name, parameter in parameters.items() if whole else ():
+        its = owner(optimizer, parameter) if parameter.requires_grad else None
+        if its is not None and not (is_elementwise(its) or part_of(name, parameter).is_whole):
+            raise ConfigError(
+                f"parameter {name!r} is a DTensor, and each rank has a part of it:"
+                f" {class_name(its)} goes by whole parameters, and the numbers of a step of the"
+                " parts are others. Give it to an elementwise optimizer, for example"
+                " torch.optim.AdamW, or leave it whole"
+            )
 
 
 # -------------------------------------------------------------------------------------------- steps

@@ -111,8 +111,8 @@ class LaidOut:
             Counter(self.alike),
             (one for unit in self.model.units for one in unit.groups),
         )
-        segments = (((one.dtype, one.trained), one.shapes) for one in every)
-        dealer = Dealer.of(self.shares, segments, self.mesh, align=self.align, order=self.order)
+        segments = (((one.dtype, one.trained), self.mesh, one.shapes) for one in every)
+        dealer = Dealer.of(self.shares, segments, align=self.align, order=self.order)
         return tuple(
             LaidOutGroup(group, layout, counts[number], number)
             for number in dict.fromkeys(self.alike)

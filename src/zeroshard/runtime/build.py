@@ -118,17 +118,18 @@ def plan_units(plans: Sequence[UnitPlan], context: Context) -> PlannedUnits:
     """Return where the segments of `plans` are to rest. Nothing is changed; raises StorageError, on
     every rank, where another tier has no room for weights and masters.
     """
-    options = context.options
-    dealer = dealer_of(plans, context.mesh, context.dtypes, options.shares, options.codecs.align)
+    shares, align = context.options.shares, context.options.codecs.align
+    meshes = {"": context.mesh} | {pattern: own.mesh for pattern, own in context.own.items()}
+    dealer = dealer_of(plans, meshes, context.dtypes, shares, align)
     groups: list[list[SegmentPlan]] = []
     for plan in plans:
         own, cells = context.of(plan.pattern), context.policy.cells(plan.name)
+        at = own.transport.rank, own.holders.places
         groups.append([])
         for kind, members in _groups(plan, context.dtypes).items():
             key = f"{plan.name}:{dtype_name(kind[0])}{'' if kind[1] else ':frozen'}"
-            align, rank = context.options.codecs.align, own.transport.rank
             layout = dealer.layout(_shapes(members), own.mesh, kind=kind, align=align)
-            groups[-1].append(SegmentPlan(key, plan.name, members, *kind, cells, layout, rank))
+            groups[-1].append(SegmentPlan(key, plan.name, members, *kind, cells, layout, *at))
     segments = [segment for group in groups for segment in group]
     found = _split(segments, context)
     splits = {segment.key: split for segment, split in zip(segments, found, strict=True)}
@@ -169,15 +170,19 @@ def build_units(
 
 def dealer_of(
     plans: Sequence[UnitPlan],
-    mesh: Mesh,
+    meshes: Mapping[str, Mesh],
     dtypes: Dtypes,
     shares: Shares | WholeParameters | None,
     align: int,
 ) -> Dealer:
-    """Return the dealer of the segments of `plans`, in order, over ranks with `shares`."""
-    groups = (group for plan in plans for group in _groups(plan, dtypes).items())
-    segments = ((kind, _shapes(members)) for kind, members in groups)
-    return Dealer.of(shares, segments, mesh, align=align)
+    """Return the dealer of the segments of `plans`, in order, over ranks with `shares`; `meshes`:
+    by pattern.
+    """
+    groups = (
+        (meshes[plan.pattern], *one) for plan in plans for one in _groups(plan, dtypes).items()
+    )
+    segments = ((kind, mesh, _shapes(members)) for mesh, kind, members in groups)
+    return Dealer.of(shares, segments, align=align)
 
 
 def _shapes(members: Mapping[str, nn.Parameter]) -> list[tuple[str, tuple[int, ...]]]:
@@ -264,7 +269,7 @@ def _stay_everywhere(
     alike = context.options.shares is None and not tiering.differs(state)
     for rank in range(context.mesh.size):
         # where ranks are alike, each speaks for all, also of parameters with a mesh of their own
-        held = [(p, cell, p.rank if alike else rank) for p, cell in plans]
+        held = [(p, cell, p.rank if alike else p.places[rank]) for p, cell in plans]
         by_rank = tiering.away.get(state, (Tier.DEVICE,))
         tiers = [by_rank[rank % len(by_rank)]] * len(plans)
         for (p, cell, of), split in zip(held, _cut(state, tiers, held, context), strict=True):

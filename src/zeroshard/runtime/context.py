@@ -380,7 +380,8 @@ class SegmentPlan:
     trainable: bool
     cells: Cells
     layout: Layout
-    rank: int
+    rank: int  # of this one, in the layout
+    places: Sequence[int]  # of all data parallel ranks there
 
     @property
     def num_stepped(self) -> int:

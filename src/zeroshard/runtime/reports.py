@@ -119,7 +119,7 @@ class SteppedGroup:
     known_by: str  # "table" of classes, or "probe": trial steps
     why: str
     needs: str
-    # by rank (of units with a mesh of their own: by rank there)
+    # by rank
     parameters: tuple[int, ...]  # how many are stepped there, whole or in part
     elements: tuple[int, ...]
     largest: tuple[int, ...]  # the most elements of one of them
@@ -223,13 +223,13 @@ class Accounts:
                 else elementwise_rule(optimizer)
             )
         members = {id(parameter) for parameter in sharded.parameters[index]}
-        owned: list[list[tuple[int, int]]] = []  # by rank: elements and cost of each parameter
+        owned: list[list[tuple[int, int]]]  # by rank: elements and cost of each parameter
+        owned = [[] for _ in range(self._context.mesh.size)]
         pairs = ((unit.cells.optim, one) for unit in self._units for one in unit.trainable)
         for cell, segment in pairs:
             layout = segment.flat.layout
-            owned += [[] for _ in range(layout.num_shards - len(owned))]
-            for rank in range(layout.num_shards):
-                for piece in layout.pieces_in(layout.span(rank, layout.scope(cell))):
+            for rank, place in enumerate(segment.flat.context.holders.places):
+                for piece in layout.pieces_in(layout.span(place, layout.scope(cell))):
                     shape = layout.slots[piece.index].shape
                     if id(segment.parameters[piece.index]) in members:
                         cost = newton_schulz(shape) if len(shape) == 2 else 0

@@ -80,15 +80,15 @@ def check_optimizer(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    named = named_parameters_once(model)
-    check_parameters(optimizer, named)
+    named, whole = named_parameters_once(model), settings.ownership is not None
+    check_parameters(optimizer, named, whole=whole)
     stacks = {
         id(named[name])
         for name, rows in matrix_parts(named, settings).items()
         if set(rows) == {1} and named[name].dim() > 2
     }
     for one in each_of(optimizer):
-        check_rule(one, whole=settings.ownership is not None, stacks=stacks)
+        check_rule(one, whole=whole, stacks=stacks)
     by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
     if settings.ownership == "whole_by_cost" and not by_matrix:
         raise ConfigError(
@@ -361,11 +361,6 @@ def check_per_rank(settings: Config, world: int, mesh_axes: MeshAxes) -> None:
         raise ConfigError(
             f"shares has no effect with policy={policies[0].name!r}: every rank keeps everything;"
             " take zero1, zero2 or zero3"
-        )
-    if settings.ownership is not None and (mesh_axes.own or mesh_axes.dims.others):
-        raise ConfigError(
-            f"ownership={settings.ownership!r} deals out the parameters of data parallel ranks, and"
-            " this mesh has other axes or mesh_of: leave ownership out"
         )
     if isinstance(shares, str) and mesh_axes.dims.others:
         raise ConfigError(

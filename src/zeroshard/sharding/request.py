@@ -444,7 +444,7 @@ def _budgeted(
         gradient_bytes,
         dtypes=dtypes,
         precision=settings.resolved_precision(),
-        dealer=dealer_of(plans, mesh, dtypes, shares, align),
+        dealer=dealer_of(plans, meshes, dtypes, shares, align),
         align=align,
     )
     sizes = [sizes_of(plan, policy.cells(plan.name).grad, meshes[plan.pattern]) for plan in plans]

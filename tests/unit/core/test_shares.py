@@ -178,7 +178,7 @@ def test_the_largest_ranks_memory_and_products_are_these(
     matrices = frozenset(name for name in shapes if name.startswith("m"))
     for counted in (frozenset[str](), matrices):
         owned = WholeParameters(frozenset(shapes) - matrices, counted)
-        dealer = Dealer.of(owned, [("", one) for one in segments], mesh)
+        dealer = Dealer.of(owned, [("", mesh, one) for one in segments])
         elements, products = [0] * world, [0] * world
         for one in segments:
             layout = dealer.layout(one, mesh, kind="")
@@ -212,7 +212,7 @@ def test_whole_parameters_are_dealt_out_evenly_and_none_is_cut(
     may_cut = frozenset(name for one in named for name, _ in one if int(name.split(".")[1]) in cut)
     names = frozenset(name for one in named for name, shape in one if len(shape) == 2)
     owned = WholeParameters(may_cut, names - may_cut if by_cost else frozenset())
-    dealer = Dealer.of(owned, [("fp32", one) for one in named], mesh, align=align)
+    dealer = Dealer.of(owned, [("fp32", mesh, one) for one in named], align=align)
     loads, largest = [0] * mesh.size, 0
     for one in named:
         layout = dealer.layout(one, mesh, kind="fp32", align=align)
