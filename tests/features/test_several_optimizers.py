@@ -178,6 +178,7 @@ def test_they_do_in_every_row_with_nodes(kind: str) -> None:
 OFFLOADED: tuple[dict[str, Any], ...] = (
     {"optimizer": "host", "weight": "host", "fraction": 0.5},
     {"optimizer": "host"},
+    {"optimizer": "host", "grad": "host", "step_in_backward": True},
     {"optimizer": "disk", "disk_path": ""},
 )
 

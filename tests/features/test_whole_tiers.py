@@ -76,6 +76,7 @@ CASES: dict[int, list[Case]] = {
         Case("zero3", {**DISK, "delayed_update": 2}),
         Case("zero3-keep", {"optimizer": "disk", "fraction": {"optimizer": 0.5}}),
         Case("zero2", {**BOTH, "delayed_update": 0}),
+        Case("zero3", {**BOTH, "step_in_backward": True}),
         Case("zero3", {**HOST, "fraction": 0.5}, ownership="whole_by_cost"),
         Case("zero1", ownership="whole_by_cost"),
     ],

@@ -32,7 +32,7 @@ from zeroshard.core.shares import Shares, WholeParameters, shares_of
 from zeroshard.core.sizes import least_budget, resting_whole
 from zeroshard.errors import ConfigError
 from zeroshard.nn.deferred import fingerprint_of, refuse_inside
-from zeroshard.optim.copies import is_elementwise
+from zeroshard.optim.copies import is_elementwise, is_repeatable
 from zeroshard.optim.several import JointOptimizer, class_name, each_of, owner
 from zeroshard.runtime.build import compute_dtypes, dealer_of, gradient_bytes
 from zeroshard.runtime.context import Dtypes
@@ -314,11 +314,13 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
     if call.optimizer is not None:
         is_first = mesh_axes.rank == 0
         checks.check_whole_steps(call.optimizer, settings, model, is_first=is_first)
-        if is_first and settings.offload.step_in_backward and not is_elementwise(call.optimizer):
+        others = [type(one) for one in each_of(call.optimizer) if not is_repeatable(one)]
+        if is_first and settings.offload.step_in_backward and others:
             _log.warning(
-                "offload.step_in_backward has no effect on %s: it steps one optimizer of"
-                " torch.optim's elementwise classes ahead",
+                "offload.step_in_backward has no effect on %s: a step of %s is not known to go by"
+                " options, gradients and states alone",
                 class_name(call.optimizer),
+                others[0].__name__,
             )
     checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
