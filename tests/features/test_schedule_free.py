@@ -16,51 +16,11 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from tests.fuzz.optimizers import ScheduleFree
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import ROWS, batch, make_model, plainly_trained, take_steps
 
 STEPS = 3
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """The rule of "The Road Less Scheduled", section 2, for SGD: gradients at y, steps of z, and x,
-    the average of z, to evaluate.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.5, beta: float = 0.75) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if not group["training"]:
-                raise RuntimeError("call train() before step()")
-            group["k"] += 1
-            for y in group["params"]:
-                if y.grad is None:
-                    continue
-                state = self.state[y]
-                if not state:
-                    state["x"], state["z"] = y.clone(), y.clone()
-                state["z"].sub_(y.grad, alpha=group["lr"])
-                state["x"].lerp_(state["z"], 1.0 / group["k"])
-                torch.lerp(state["z"], state["x"], group["beta"], out=y)
-
-    def train(self) -> None:
-        self._move(training=True)
-
-    def eval(self) -> None:
-        self._move(training=False)
-
-    @torch.no_grad()
-    def _move(self, *, training: bool) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if state and training != group["training"]:
-                    x, z = state["x"], state["z"]
-                    p.copy_(torch.lerp(z, x, group["beta"]) if training else x)
-            group["training"] = training
 
 
 def _seen(model: nn.Module, optimizer: Any, state: Any) -> list[Any]:

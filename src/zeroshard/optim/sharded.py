@@ -484,6 +484,11 @@ class ShardedOptimizer:
                 " supported; call engine.close(), add the group and shard() again"
             )
 
+    def hold_options(self) -> None:
+        """Let each of several optimizers take this step with the options that it has now."""
+        if self._several:
+            self._step.hold_options()
+
     def _prepare(self) -> None:
         """Unseal: hand the averaged gradients to the shards of the user's step, or None to all of
         them when the step is to be skipped.
