@@ -18,7 +18,7 @@ from torch import nn
 import zeroshard as zs
 from tests.fuzz.optimizers import ScheduleFree
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import ROWS, batch, make_model, plainly_trained, take_steps
+from tests.support.training import ROWS, batch, leaf_loss, make_model, plainly_trained, take_steps
 
 STEPS = 3
 
@@ -101,11 +101,7 @@ def _several(kind: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return torch.optim.AdamW(rest, lr=0.01), real(matrices, lr=0.02)
 
 
-def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(LEAVES, 24, generator=generator)[leaf : leaf + 1]
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+_loss = partial(leaf_loss, width=24)
 
 
 def _changes(number: int, free: Any, seen: list[Any], look: Callable[[], Any]) -> None:
