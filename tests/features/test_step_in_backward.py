@@ -45,7 +45,7 @@ BETWEEN = (
     *("assigned", "edited", "counted", "raised", "twice", "kept", "zeroed", "weighed", "written"),
 )
 CLIPS = {"clipped": 0.01, "loosely clipped": 1e9}
-WHOLE = ("muon", "adafactor")  # of whole parameters
+WHOLE = ("muon", "adafactor", "transformers")  # of whole parameters
 
 
 class _Block(Block):
@@ -92,6 +92,10 @@ def _optimizer(kind: str, model: nn.Module) -> Any:
         return [_Mine(rest, lr=1e-3), torch.optim.SGD(matrices, lr=0.1, momentum=0.9)]
     if kind == "adafactor":
         return two_groups(model, torch.optim.Adafactor)
+    if kind == "transformers":
+        from transformers.optimization import Adafactor
+
+        return two_groups(model, Adafactor, beta1=0.9, relative_step=False)
     if kind in ("sgd", "plain"):
         return two_groups(model, torch.optim.SGD, momentum=0.9 if kind == "sgd" else 0.0)
     return two_groups(model, torch.optim.AdamW, fused=kind == "fused", lr=1e-3)
@@ -294,6 +298,7 @@ def _runs(
         (10, 3, "zero1", "fp32", "two"),
         (11, 1, "zero3", "bf16", "adafactor"),
         (12, 2, "zero2", "fp16", "adafactor"),
+        pytest.param(13, 2, "zero3", "fp16", "transformers", marks=pytest.mark.slow),
     ],
 )
 def test_any_loop_has_the_bits_of_the_step_after_the_backward(

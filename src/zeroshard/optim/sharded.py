@@ -199,12 +199,7 @@ class ShardedOptimizer:
         self.release_dropped()
 
     def _move(
-        self,
-        one: torch.optim.Optimizer,
-        name: str,
-        method: Callable[..., Any],
-        *args: Any,
-        **options: Any,
+        self, one: torch.optim.Optimizer, name: str, method: Any, *args: Any, **options: Any
     ) -> Any:
         """Call a `method` that moves the parameters of `one`; the weights follow."""
         call, of = f"optimizer.{name}()", type(one).__qualname__
