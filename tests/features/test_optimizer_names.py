@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
-from tests.support.training import plainly_trained
+from tests.support.training import leaf_loss, plainly_trained
 from zeroshard.optim.copies import REFUSED, RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -79,15 +79,6 @@ def _make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _batch(step: int) -> torch.Tensor:
-    return torch.randn(LEAVES, 40, generator=torch.Generator().manual_seed(step))
-
-
-def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
-    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
-    return loss
-
-
 def _train(
     rank: int, world: int, name: str, whole: bool, steps: int, folder: Path
 ) -> tuple[list[torch.Tensor], str]:
@@ -98,7 +89,7 @@ def _train(
     begin = zs.load(folder, engine).step if zs.latest_step(folder) is not None else 0
     for step in range(begin, steps):
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()
         optimizer.zero_grad()
     assert engine.explain_optimizer().groups[0].kind == kind
@@ -115,7 +106,7 @@ def test_what_was_tried_trains_and_goes_on_elsewhere_with_the_bits_of_one_proces
 ) -> None:
     _, kind, runs, _ = _lines()[name]
     model, optimizer = _make(name)
-    expected = plainly_trained(model, _model(), STEPS, LEAVES, _loss, optimizer.step)
+    expected = plainly_trained(model, _model(), STEPS, LEAVES, leaf_loss, optimizer.step)
     for world, steps in ((2, 2), (3, STEPS)):
         ranks = run_ranks(world, _train, name, runs.startswith(WHOLE), steps, tmp_path)
         assert {told for _, told in ranks} == {kind}

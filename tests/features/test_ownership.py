@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from tests.fuzz.optimizers import Hybrid, Lamb
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import plainly_trained, train
+from tests.support.training import leaf_loss, plainly_trained, train
 from zeroshard.optim.copies import unhooked_step
 
 FLAT_ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
@@ -55,15 +55,10 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(LEAVES, 40, generator=torch.Generator().manual_seed(step))
 
 
-def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
-    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
-    return loss
-
-
 def _plain(rule: str, steps: int = STEPS, late: int | None = None) -> list[torch.Tensor]:
     """Return the weights after `steps` of torch alone, with the gradients of an engine's leaves."""
     (model, optimizer), (passes, _) = _make(rule), _make(rule)
-    return plainly_trained(model, passes, steps, LEAVES, _loss, optimizer.step, late=late)
+    return plainly_trained(model, passes, steps, LEAVES, leaf_loss, optimizer.step, late=late)
 
 
 def _train(
@@ -85,7 +80,7 @@ def _train(
         begin = zs.load(folder, engine).step
     for step in range(begin, steps):
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()
         optimizer.zero_grad()
     if folder is not None:
@@ -255,7 +250,7 @@ def test_an_engine_is_laid_out_anew_between_steps(rank: int, tmp_path: Path) -> 
     engine = zs.shard(model, optimizer, leaves=LEAVES, units=[nn.Linear], ownership="whole")
     for step in range(STEPS):
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
@@ -287,7 +282,7 @@ def test_a_step_that_raises_is_given_up_and_a_load_goes_on(rank: int, tmp_path: 
     step, fails = 0, [2]
     while step < STEPS:
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(leaf_loss(model, step, leaf))
         optimizer.fails = step in fails
         if step in fails:
             with pytest.raises(ZeroDivisionError):

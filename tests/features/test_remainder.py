@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from tests.features.test_schedule_free import ScheduleFree
-from tests.fuzz.optimizers import Lamb
+from tests.fuzz.optimizers import Lamb, ScheduleFree
 from tests.support import inside
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.training import batch, differences, make_model, take_steps, two_groups

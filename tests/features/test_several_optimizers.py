@@ -178,6 +178,7 @@ def test_they_do_in_every_row_with_nodes(kind: str) -> None:
 OFFLOADED: tuple[dict[str, Any], ...] = (
     {"optimizer": "host", "weight": "host", "fraction": 0.5},
     {"optimizer": "host"},
+    {"optimizer": "host", "grad": "host", "step_in_backward": True},
     {"optimizer": "disk", "disk_path": ""},
 )
 
@@ -264,6 +265,8 @@ def _as_one(
                     engine.backward(model(tokens) * (float("inf") if bad else 1.0))
             for one in optimizers:
                 one.step()
+                for group in one.param_groups:  # as a scheduler does
+                    group["lr"] *= 0.9
             for ema in averages:
                 ema.update()
             for one in optimizers:
@@ -596,6 +599,24 @@ def test_options_of_what_rests_off_the_device_stand_from_the_first_step_on(rank:
         second.step()
     second.param_groups[0]["lr"] = rate
     second.step()
+    engine.close()
+
+
+@on_ranks(2)
+def test_they_stand_where_a_rank_without_data_steps_with_them(rank: int) -> None:
+    model = _model()
+    first, second = _sgd(model)
+    engine = zs.shard(model, [first, second], stage=1)
+    with engine.join():
+        for step in range(2 - rank):
+            model(_batch(step)).backward()
+            first.step()
+            if step == 1:
+                rate, second.param_groups[0]["lr"] = second.param_groups[0]["lr"], 0.5
+                with pytest.raises(zs.StateError, match=r"options of AdamW .* engine\.join\(\)"):
+                    second.step()
+                second.param_groups[0]["lr"] = rate
+            second.step()
     engine.close()
 
 

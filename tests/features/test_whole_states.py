@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import zeroshard as zs
 from tests.features.test_elastic import kept_at, servers
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import plainly_trained
+from tests.support.training import leaf_loss, plainly_trained
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
@@ -208,6 +208,9 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(LEAVES, 64, generator=torch.Generator().manual_seed(step))
 
 
+_loss = functools.partial(leaf_loss, leaves=LEAVES, width=24)  # of these rows
+
+
 def _copied(state: Any) -> Any:
     """Return a state in plain tensors."""
     if isinstance(state, torch.Tensor) and hasattr(state, "__tensor_flatten__"):
@@ -233,11 +236,6 @@ def _assert_same(one: Any, other: Any, place: str = "") -> None:
         assert one == other, place
 
 
-def _loss(model: nn.Module, step: int, leaf: int) -> torch.Tensor:
-    loss: torch.Tensor = model(_batch(step)[leaf : leaf + 1]).square().mean()
-    return loss
-
-
 @functools.cache
 def _plain(rule: str) -> list[torch.Tensor]:
     """Return the weights after all steps of torch alone, with the gradients of an engine's
@@ -252,7 +250,7 @@ def _steps(
 ) -> None:
     for step in range(first, last):
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(_loss(model, step, leaf))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -453,7 +451,7 @@ def test_a_part_of_the_optimizer_goes_back_and_a_broken_step_is_given_up(
     optimizer.load_state_dict(part)
     _assert_same(_states(engine), before)
     for leaf in engine.leaves(3):
-        engine.backward(model(_batch(3)[leaf : leaf + 1]).square().mean())
+        engine.backward(_loss(model, 3, leaf))
     optimizer.param_groups[0]["eps"] = None  # of a rank that has a shard, too
     with pytest.raises(TypeError):
         optimizer.step()

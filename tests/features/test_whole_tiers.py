@@ -18,6 +18,7 @@ import zeroshard as zs
 from tests.features.test_ownership import LEAVES, RULES, STEPS, Raises, _batch, _make, _plain
 from tests.support import inside
 from tests.support.harness import on_ranks, run_ranks
+from tests.support.training import leaf_loss
 from zeroshard.core.placement import Mesh, Tier
 from zeroshard.core.policy import ROWS
 from zeroshard.core.shares import WholeParameters
@@ -76,6 +77,7 @@ CASES: dict[int, list[Case]] = {
         Case("zero3", {**DISK, "delayed_update": 2}),
         Case("zero3-keep", {"optimizer": "disk", "fraction": {"optimizer": 0.5}}),
         Case("zero2", {**BOTH, "delayed_update": 0}),
+        Case("zero3", {**BOTH, "step_in_backward": True}),
         Case("zero3", {**HOST, "fraction": 0.5}, ownership="whole_by_cost"),
         Case("zero1", ownership="whole_by_cost"),
     ],
@@ -92,7 +94,7 @@ def _steps(
 ) -> None:
     for step in steps:
         for leaf in engine.leaves(step):
-            engine.backward(model(_batch(step)[leaf : leaf + 1]).square().mean())
+            engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()
         optimizer.zero_grad()
 

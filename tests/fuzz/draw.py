@@ -40,6 +40,7 @@ SEVERAL = 105_000  # from this seed on two optimizers may step one model
 BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
 SHAPED = 104_000  # from this seed on with states of other shapes
 AHEAD = 108_000  # from this seed on the host may step in the backward (_ahead)
+PAIRS = 111_000  # from this seed on several of them do so, or one is schedule-free (_in_pairs)
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 REMAINDERS = 107_000  # from this seed on masters may rest as remainders
 TIERS = ("device", "host", "disk")
@@ -109,7 +110,8 @@ def _drawn(seed: int) -> Program:
         program = _with_disturbances(program)
         program = _on_data(program) if seed >= LATEST else program
         program = _over_native(program) if seed >= NATIVE else program
-        return _ahead(program) if seed >= AHEAD else program
+        program = _ahead(program) if seed >= AHEAD else program
+        return _in_pairs(program) if seed >= PAIRS else program
     if any("load" in step.between for step in program.steps):
         return replace(program, counted=False)
     return program
@@ -206,6 +208,44 @@ def _ahead(program: Program) -> Program:
         fraction=rng.choice((1.0, 1.0, 0.5)),
         delayed=None,
         ahead=True,
+    )
+
+
+def _in_pairs(program: Program) -> Program:
+    """Let two optimizers, or one of whole parameters, be stepped in the backward in most programs;
+    in others a schedule-free one moves its parameters between steps.
+    """
+    rng = random.Random(f"pairs of {program.seed}")
+    if rng.random() < 0.1:
+        return program
+    whole = rng.random() < 0.6
+    rules = ("muon", "muon", "adafactor", "sgd momentum", "adamw") if whole else list(OPTIMIZERS)
+    program = replace(
+        program,
+        optimizer=rng.choice(rules),
+        several=rng.random() < 0.8,
+        ownership="whole" if whole else None,
+        shares=None if whole else program.shares,
+        remainder=False,
+    )
+    if rng.random() < (0.6 if program.ahead else 0.1):
+        return program
+    tiers = {f"{state}_tier": "device" for state in ("grad", "optimizer")}
+    steps = []
+    for step in program.steps:
+        between = list(step.between)
+        for _ in range(rng.choice((0, 1, 2))):
+            between.insert(rng.randint(0, len(between)), "modes")
+        steps.append(replace(step, between=tuple(between)))
+    precision = "bf16" if program.precision == "fp16" else program.precision
+    return replace(
+        program,
+        several=True,
+        modes=True,
+        ahead=False,
+        precision=precision,
+        steps=tuple(steps),
+        **tiers,
     )
 
 
@@ -490,6 +530,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "prefetch": _plain(prefetch_bytes=None),
     "shares": _plain(shares=None, ownership=None),
     "several optimizers": _plain(several=False),
+    "schedule-free": _plain(modes=False),
     "optimizers": _plain(optimizer="sgd"),
     "groups": _plain(groups=False),
     "schedule": _plain(schedule=False),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.fuzz.program import Program
-from zeroshard.optim.several import JointOptimizer
+from zeroshard.optim.several import JointOptimizer, each_of
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -101,6 +101,47 @@ class Blocks(_ByParameter):
         state["codes"] = codes.to(torch.uint8).flatten()[: p.numel()].view(p.shape)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """The rule of "The Road Less Scheduled", section 2, for SGD: gradients at y, steps of z, and x,
+    the average of z, to evaluate.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.5, beta: float = 0.75) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["training"]:
+                raise RuntimeError("call train() before step()")
+            group["k"] += 1
+            for y in group["params"]:
+                if y.grad is None:
+                    continue
+                state = self.state[y]
+                if not state:
+                    state["x"], state["z"] = y.clone(), y.clone()
+                state["z"].sub_(y.grad, alpha=group["lr"])
+                state["x"].lerp_(state["z"], 1.0 / group["k"])
+                torch.lerp(state["z"], state["x"], group["beta"], out=y)
+
+    def train(self) -> None:
+        self._move(training=True)
+
+    def eval(self) -> None:
+        self._move(training=False)
+
+    @torch.no_grad()
+    def _move(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state and training != group["training"]:
+                    x, z = state["x"], state["z"]
+                    p.copy_(torch.lerp(z, x, group["beta"]) if training else x)
+            group["training"] = training
+
+
 # of whole parameters
 WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lamb": (Lamb, {}),
@@ -128,7 +169,13 @@ def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> tor
         matrices = [p for p in parameters.values() if p.ndim == 2]
         others = [p for p in parameters.values() if p.ndim != 2]
         first = cls(matrices, **{"lr": 1e-2, **options})
-        return JointOptimizer([first, torch.optim.AdamW(others, lr=5e-3)]) if others else first
+        if not others:
+            return first
+        if not program.modes:
+            return JointOptimizer([first, torch.optim.AdamW(others, lr=5e-3)])
+        free = ScheduleFree(others, lr=0.05)
+        free.train()
+        return JointOptimizer([first, free])
     groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
     if program.groups:
         matrices = [p for p in parameters.values() if p.ndim > 1]
@@ -138,3 +185,8 @@ def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> tor
             {"params": others, "weight_decay": 0.0, "lr": 5e-3},
         ]
     return cls(groups, **{"lr": 1e-2, **options})
+
+
+def free_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the schedule-free one of several."""
+    return next(one for one in each_of(optimizer) if isinstance(one, ScheduleFree))

@@ -89,13 +89,14 @@ class Step:
     absent: tuple[int, ...] = ()  # the ranks that have no data for it: it runs in engine.join()
     # what happens between this step and the next, in this order: "average" (an evaluation inside
     # EMA.swapped()), "offload" (offload_states() and back), a row to repartition() to, "save",
-    # "load" (the newest save), "reset" (an exception in a forward, then engine.reset()), "early"
-    # and "late" (the same in a backward, of the first leaf: at its loss, or when it comes to the
-    # first layer), "edit" (rows are set inside gathered()), "climb" (all are changed there, and put
-    # back in the next such context), "write" (weights are written outside of it, where every rank
-    # has them whole), "back" (an earlier save is loaded, whose number saves go on from), "read"
-    # (full_state_dict()), "show" (gathered()), or one of CUT_OFF: a step that one rank gives up by
-    # an exception, or in which a signal's handler raises on some ranks, then engine.reset()
+    # "load" (the newest save), "modes" (eval() and train() of a schedule-free optimizer), "reset"
+    # (an exception in a forward, then engine.reset()), "early" and "late" (the same in a backward,
+    # of the first leaf: at its loss, or when it comes to the first layer), "edit" (rows are set
+    # inside gathered()), "climb" (all are changed there, and put back in the next such context),
+    # "write" (weights are written outside of it, where every rank has them whole), "back" (an
+    # earlier save is loaded, whose number saves go on from), "read" (full_state_dict()), "show"
+    # (gathered()), or one of CUT_OFF: a step that one rank gives up by an exception, or in which a
+    # signal's handler raises on some ranks, then engine.reset()
     between: tuple[str, ...] = ()
 
 
@@ -124,6 +125,7 @@ class Program:
     grad_codec: str | None = None
     optimizer: str = "adamw"
     several: bool = False  # matrices by that one, all else by an AdamW of its own
+    modes: bool = False  # ... or by a schedule-free one, with train() and eval()
     groups: bool = False  # matrices in one param group, the rest in another
     schedule: bool = False
     width: int = 5
@@ -264,6 +266,9 @@ def repair(program: Program) -> Program:
         program = replace(program, delayed=None)
     if program.optimizer_tier != "host":
         program = replace(program, ahead=False)
+    away = program.remainder or {program.grad_tier, program.optimizer_tier} != {"device"}
+    if not program.several or away or program.coded or program.precision == "fp16":
+        program = replace(program, modes=False)  # a step that is skipped counts there
     if program.delayed is not None or program.precision == "fp16":
         # the run beside it has other numbers; NaN of a sum that overflows is any NaN
         program = replace(program, trailed=False)
@@ -410,6 +415,8 @@ def _repaired_options(program: Program) -> Program:
 def _may_happen(program: Program, event: str, earlier: Sequence[str]) -> bool:
     if event == "average":
         return program.averaged
+    if event == "modes":
+        return program.modes
     if event in ("load", "back"):
         return "save" in earlier
     if event in CUT_OFF:  # the user's own collectives would wait for who has given up

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.fuzz.optimizers import make_optimizer
+from tests.fuzz.optimizers import free_of, make_optimizer
 from tests.fuzz.program import Program, experts_apart, num_leaves
 from tests.support.sums import sum_in_order, sum_in_tree
 
@@ -333,6 +333,16 @@ class ByHand:
         if not within:
             self.publish()
         return sum_of(self.parameters.values())
+
+    def modes(self) -> float:
+        """Evaluate as the optimizer with modes says, and train on."""
+        free = free_of(self.optimizer)
+        free.eval()
+        self._publish_masters()
+        out = self.read("read")
+        free.train()
+        self._publish_masters()
+        return out
 
     def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None:
         """A step that is given up changes nothing, and leaves no gradient."""

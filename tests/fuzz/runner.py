@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, AllRanks, BadBatchError, FuzzNet
-from tests.fuzz.optimizers import make_optimizer
+from tests.fuzz.optimizers import free_of, make_optimizer
 from tests.fuzz.program import (
     CUT_OFF,
     EVENTS,
@@ -101,6 +101,7 @@ class Trainer(Protocol):
     def save(self) -> None: ...
     def load(self) -> None: ...
     def back(self) -> None: ...
+    def modes(self) -> float: ...
     def read(self, how: str, *, within: bool = False) -> float: ...
     def cut_off(self, attempt: Callable[[], None], *, loads: bool) -> None: ...
     def reset(self) -> None: ...
@@ -271,6 +272,14 @@ class Sharded:
     def back(self) -> None:
         step = self.saves.load(back=True)
         zs.load(self.path, self.engine, step=step, states=self._states)
+
+    def modes(self) -> float:
+        """Evaluate as the optimizer with modes says, and train on."""
+        free = free_of(self.optimizer)
+        free.eval()
+        out = self.read("read")
+        free.train()
+        return out
 
     def read(self, how: str, *, within: bool = False) -> float:
         named = dict(self.model.named_parameters())
@@ -608,6 +617,8 @@ class _Loop:
             self._leaf = None
         elif event in READS:
             self._note(trainer.read(event))
+        elif event == "modes":
+            self._note(trainer.modes())
         elif event in (*EVENTS, "back"):
             getattr(trainer, event)()
         elif event in WRITES:

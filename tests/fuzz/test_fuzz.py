@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.draw import LATER, draw
+from tests.fuzz.draw import LATER, PAIRS, draw
 from tests.fuzz.program import Layer, Micro, Program, Step, describe, repair
 from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
@@ -37,7 +37,12 @@ def test_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", [*range(QUICK, SLOW, CHUNK), *range(LATER + CHUNK, LATER + 600, CHUNK)]
+    "first",
+    [
+        *range(QUICK, SLOW, CHUNK),
+        *range(LATER + CHUNK, LATER + 600, CHUNK),
+        *range(PAIRS, PAIRS + 6 * CHUNK, CHUNK),
+    ],
 )
 def test_more_random_programs_train_to_the_bits_of_the_reference(
     first: int, tmp_path: Path
@@ -239,10 +244,10 @@ def test_what_later_seeds_have_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_seed_draws_one_program_and_describes_it() -> None:
-    seeds = [*range(30), *range(LATER, LATER + 30)]
+    seeds = [*range(30), *range(LATER, LATER + 30), *range(PAIRS, PAIRS + 30)]
     programs = [draw(seed) for seed in seeds]
     assert programs == [draw(seed) for seed in seeds]
-    assert len(set(programs)) == 60
+    assert len(set(programs)) == 90
     assert all(repair(program) == program for program in programs), "drawn programs are in order"
     assert command(programs[7]) == "python -m tests.fuzz 7"
     assert describe(Program(7)).splitlines()[0] == "Program(seed=7)"

@@ -93,6 +93,17 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def leaf_loss(
+    model: nn.Module, step: int, leaf: int, *, leaves: int = 12, width: int = 40
+) -> torch.Tensor:
+    """Return the mean square of what `model` makes of a leaf's row; a step has as many as `leaves`,
+    different from those of every other step.
+    """
+    rows = torch.randn(leaves, width, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(rows[leaf : leaf + 1]).square().mean()
+    return loss
+
+
 def has_parameters(name: str, module: nn.Module) -> bool:
     """Whether a module has parameters of its own: for ``units=``."""
     return any(True for _ in module.parameters(recurse=False))

@@ -519,6 +519,15 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return rule is not None and rule.kind is ELEMENTWISE
 
 
+def is_repeatable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is known to step by options of its groups, gradients and plain tensors of
+    its states alone: taken again, a step has the same bits.
+    """
+    cls = type(optimizer)
+    rule = RULES.get(f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
+    return rule is not None and rule.kind in (ELEMENTWISE, PER_TENSOR, MATRIX)
+
+
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Raise ConfigError for a class with a ``step()`` that is not one step with one gradient."""
     for key, inner in vars(optimizer).items():

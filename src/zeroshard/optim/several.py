@@ -285,7 +285,7 @@ class OptimizerStep:
     # of several optimizers
     stepping: torch.optim.Optimizer | None = None  # its step() is under way, or has raised
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
-    # of each by id, where what rests off the device has begun to step with them
+    # of each by id, where what rests off the device, or another rank, has begun to step with them
     options: dict[int, str] = field(default_factory=dict)
     cleared: list[Callable[[], None]] = field(default_factory=list)  # zero_grad() after their step
 
@@ -330,8 +330,8 @@ class OptimizerStep:
         if self.options.get(id(one), _options(one)) != _options(one):
             raise StateError(
                 f"options of {title(self.optimizer, one)} have changed since the first of the"
-                " optimizers stepped, which began to step what rests off the device: change them"
-                " before, or after its own step()"
+                " optimizers stepped, when steps of what rests off the device, and of ranks without"
+                " data in engine.join(), began: change them before, or after its own step()"
             )
 
     def zero_grad(self, one: torch.optim.Optimizer, zero_grad: Callable[[], None]) -> bool:
@@ -351,7 +351,12 @@ class OptimizerStep:
     def begins(self, one: torch.optim.Optimizer, *, elsewhere: bool) -> None:
         """The gradients of `one` are there; `elsewhere`: a part of the step goes on by itself."""
         self.stepping = one
-        if elsewhere and not self.options:
+        if elsewhere:
+            self.hold_options()
+
+    def hold_options(self) -> None:
+        """Let each of several step with the options that it has now."""
+        if not self.options:
             self.options = {id(each): _options(each) for each in each_of(self.optimizer)}
 
     def ends(self, one: torch.optim.Optimizer) -> bool:

@@ -31,7 +31,14 @@ from zeroshard.errors import StateError
 from zeroshard.optim.copies import HiddenMethod, modes_of
 from zeroshard.optim.runner import StepOptions, TileRunner
 from zeroshard.optim.sealed import GradientOwner, SealedGrad
-from zeroshard.optim.several import INTERRUPTED, JointOptimizer, OptimizerStep, each_of, groups_of
+from zeroshard.optim.several import (
+    INTERRUPTED,
+    JointOptimizer,
+    OptimizerStep,
+    each_of,
+    groups_of,
+    title,
+)
 from zeroshard.optim.shards import ParamShard, StepMethod, SteppedSegment, Tile
 from zeroshard.optim.tiles import PartialState, TileStates, fitted_grad
 
@@ -134,7 +141,7 @@ class ShardedOptimizer:
         return [
             HiddenMethod(optimizer, "zero_grad", partial(self._zero_grad, optimizer)),
             *(
-                HiddenMethod(optimizer, name, partial(self._move, optimizer, f"optimizer.{name}()"))
+                HiddenMethod(optimizer, name, partial(self._move, optimizer, name))
                 for name in modes_of(optimizer)
             ),
             optimizer.register_step_pre_hook(self._before),
@@ -186,21 +193,20 @@ class ShardedOptimizer:
         self.release_dropped()
 
     def _move(
-        self,
-        one: torch.optim.Optimizer,
-        call: str,
-        method: Callable[..., Any],
-        *args: Any,
-        **options: Any,
+        self, one: torch.optim.Optimizer, name: str, method: Any, *args: Any, **options: Any
     ) -> Any:
-        """Call a `method` that moves the parameters; the weights follow."""
+        """Call a `method` that moves the parameters of `one`; the weights follow."""
+        call, of = f"optimizer.{name}()", type(one).__qualname__
+        if self._several:  # ranks compare calls
+            of = title(self.optimizer, one)
+            call = f"{call} of {of}"
 
         def check() -> None:
             if self.rests_elsewhere:
                 raise StateError(
-                    f"{call} of {type(one).__qualname__} moves all parameters, and some"
-                    " of their states rest on the host or on disk, or in fewer bits: leave the"
-                    " optimizer out of offload=, and master= and moments= out of the precision"
+                    f"optimizer.{name}() of {of} moves all parameters, and some of their states"
+                    " rest on the host or on disk, or in fewer bits: leave the optimizer out of"
+                    " offload=, and master= and moments= out of the precision"
                 )
 
         with self._around_step.moving(call, check):
@@ -466,6 +472,11 @@ class ShardedOptimizer:
                 f" with {len(self._groups)}: add_param_group() on a sharded optimizer is not"
                 " supported; call engine.close(), add the group and shard() again"
             )
+
+    def hold_options(self) -> None:
+        """Let each of several optimizers take this step with the options that it has now."""
+        if self._several:
+            self._step.hold_options()
 
     def _prepare(self) -> None:
         """Unseal: hand the averaged gradients to the shards of the user's step, or None to all of

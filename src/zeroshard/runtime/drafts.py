@@ -18,9 +18,9 @@ overflow, it is dropped. So what a draft was made of is compared, and not who mi
 Invariant: the same bits as a step without drafts; whoever reads masters, moments or weights
 between backward and step finds what the last step has left. Each rank decides by itself, and no
 collective runs here. Cost: masters and moments on the host a second time, and one copy of them per
-step beside the backward. Not drafted: what another step does than the ones of torch.optim that are
-known to be elementwise, options that are tensors, gradients that other ranks average, masters that
-are the weights, and the first step, which makes the moments.
+step beside the backward. Not drafted: a step of a class that is not known to read these alone (one
+of several optimizers is enough), options that are tensors, gradients that other ranks average,
+masters that are the weights, and the first step, which makes the moments.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ import torch
 from zeroshard.core.loss_scale import LossScaler
 from zeroshard.core.work import Operation
 from zeroshard.errors import StorageError
-from zeroshard.optim.copies import TileOptimizer, is_elementwise
+from zeroshard.optim.copies import TileOptimizer, is_repeatable
 from zeroshard.optim.runner import StepJob, TileRunner, TileStep
+from zeroshard.optim.several import each_of, tile_optimizer
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import ParamShard, RestingSums, StepMethod, SteppedSegment, Tile
 from zeroshard.runtime.backward import Backward
@@ -73,11 +74,12 @@ class _Draft:
     storages: dict[str, HostStorage]  # masters and moments, by key
     spares: dict[str, HostStorage]  # where they are stepped
     # of each shard that is stepped: its state before, with the version of each tensor, and after
-    before: list[tuple[ParamShard, dict[str, Any]]] = field(default_factory=list)
+    before: list[tuple[ParamShard, dict[str, tuple[Any, int]]]] = field(default_factory=list)
     after: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._versions: dict[str, int] = {}  # of the storages, when they were read
+        self._around: object = None  # what it was stepped by beside options
         self._made: Future[None] | None = None
         self._is_made = self.is_dropped = False
 
@@ -85,9 +87,9 @@ class _Draft:
         """The thread comes to it."""
         self._made = made
 
-    def read(self) -> None:
-        """Masters and moments are about to be read."""
-        self._versions = self._versions_now
+    def read(self, around: object) -> None:
+        """Masters and moments are about to be read, and stepped by what is `around` (`_around`)."""
+        self._versions, self._around = self._versions_now, around
 
     def finish(self) -> None:
         """All tiles are stepped."""
@@ -112,13 +114,14 @@ class _Draft:
         self.is_dropped = True
         self.end()
 
-    def counts(self, steps: Sequence[TileStep], options: _Options | None) -> bool:
+    def counts(self, steps: Sequence[TileStep], options: _Options | None, around: object) -> bool:
         """Whether it is what `steps`, of all tiles that a step takes here, would make."""
         gradient = self.gradient()
         return (
             self._is_made
             and not self.is_dropped
             and options == self.options
+            and around == self._around
             and [(step.tile, step.used) for step in steps]
             == [(tile, used) for tile, used in self.tiles if True in used]
             and all(step.gradient is gradient for step in steps)
@@ -128,8 +131,16 @@ class _Draft:
         )
 
 
-def _versions(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    return {key: (id(value), getattr(value, "_version", 0)) for key, value in state.items()}
+def _versions(state: dict[str, Any]) -> dict[str, tuple[Any, int]]:
+    """Return the values, which keep their identity while they are held, and their versions."""
+    return {key: (value, getattr(value, "_version", 0)) for key, value in state.items()}
+
+
+def _same(state: dict[str, Any], before: dict[str, tuple[Any, int]]) -> bool:
+    now = _versions(state)
+    return now.keys() == before.keys() and all(
+        now[key][0] is value and now[key][1] == version for key, (value, version) in before.items()
+    )
 
 
 class DraftRunner(TileRunner):
@@ -152,7 +163,7 @@ class DraftRunner(TileRunner):
         if not self._drafts:
             self._options_now = _plain_options(self._optimizer)
             if self._options_now is not None:
-                self._copy = TileOptimizer(self._optimizer, off_device=self._away)
+                self._copy = tile_optimizer(self._optimizer, off_device=self._away)
         options, copy = self._options_now, self._copy
         if options is None or copy is None or gradient is None or gradient.divided_by:
             return
@@ -191,13 +202,19 @@ class DraftRunner(TileRunner):
             self._spares[name] = held
         return held
 
+    def _around(self) -> object:
+        """Return what products of matrices are computed by in this thread, beside their factors."""
+        if not self._states.whole:
+            return None
+        return torch.get_num_threads(), torch.is_autocast_enabled("cpu")
+
     # ------------------------------------------------------------------ in the thread
 
     def _make(self, draft: _Draft) -> None:
         gradient, recording = draft.gradient(), self._options.probe.recording
         if gradient is None:
             return
-        draft.read()
+        draft.read(self._around())
         with suppress(StorageError, _NewState):  # a step without drafts meets it, too
             for tile, used in draft.tiles:
                 if draft.is_dropped:
@@ -241,7 +258,7 @@ class DraftRunner(TileRunner):
     def _job(self, tiles: Sequence[Tile]) -> StepJob | None:
         job = super()._job(tiles)
         drafts, self._drafts = self._drafts, {}
-        options = _plain_options(self._optimizer)
+        options, around = _plain_options(self._optimizer), self._around()
         for sums, draft in drafts.items():
             draft.end()
             steps = [
@@ -249,15 +266,15 @@ class DraftRunner(TileRunner):
                 for step in (() if job is None else job.tiles)
                 if step.tile.segment.sums is sums and step.tile.method is StepMethod.ON_HOST
             ]
-            same = [_versions(self._states.of(shard)) == told for shard, told in draft.before]
-            if not (steps and draft.counts(steps, options) and all(same)):
+            same = [_same(self._states.of(shard), told) for shard, told in draft.before]
+            if not (steps and draft.counts(steps, options, around) and all(same)):
                 self.ahead_counts["dropped"] += draft.num_tiles
                 continue
             for key, storage in draft.storages.items():
                 storage.change_places(draft.spares[key])
             for shard, _ in draft.before:
                 if shard.tensor in draft.after:  # a rule without momentum keeps nothing
-                    self._optimizer.state[shard.tensor] = draft.after[shard.tensor]
+                    self._states.entries(shard)[shard.tensor] = draft.after[shard.tensor]
             for step in steps:
                 step.leave_out()
             self.ahead_counts["kept"] += len(steps)
@@ -293,8 +310,9 @@ def _plain_options(optimizer: torch.optim.Optimizer) -> _Options | None:
     """Return the options of every param group, as a step now reads them; None where it may read
     more than them, or what can be changed in place.
     """
-    if not is_elementwise(optimizer) or not {"grad_scale", "found_inf"}.isdisjoint(vars(optimizer)):
-        return None
+    for one in each_of(optimizer):
+        if not is_repeatable(one) or not {"grad_scale", "found_inf"}.isdisjoint(vars(one)):
+            return None
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     values = [one for group in options for key, value in group.items() if key != "param_names"
               for one in (value if isinstance(value, tuple) else (value,))]  # fmt: skip

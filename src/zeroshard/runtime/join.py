@@ -109,6 +109,8 @@ class Join:
                 {key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))}
                 for group in groups
             ]
+        if what == "step":
+            self._optimizer.hold_options()  # others step with these
         for phase in _PHASES:
             if phase == what:
                 order = self._weights.schedule.last_pass(phase) or []

@@ -19,7 +19,7 @@ from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.schedule import STAGING_BYTES
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import check_rule, is_elementwise
+from zeroshard.optim.copies import check_rule, is_elementwise, is_repeatable
 from zeroshard.optim.several import check_parameters, class_name, each_of, owner
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
@@ -107,11 +107,13 @@ def check_optimizer(
                 " elementwise optimizer, for example torch.optim.AdamW"
             )
     check_whole_steps(optimizer, settings, model, is_first=is_first)
-    if is_first and settings.offload.step_in_backward and not is_elementwise(optimizer):
+    others = [type(one) for one in each_of(optimizer) if not is_repeatable(one)]
+    if is_first and settings.offload.step_in_backward and others:
         _log.warning(
-            "offload.step_in_backward has no effect on %s: it steps one optimizer of torch.optim's"
-            " elementwise classes ahead",
+            "offload.step_in_backward has no effect on %s: a step of %s is not known to go by"
+            " options, gradients and states alone",
             class_name(optimizer),
+            others[0].__name__,
         )
 
 
