@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.core.boxes import dense_stride
-from zeroshard.core.layout import Piece, Range
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import VALUE, Cells, Tier
 from zeroshard.core.resting import balanced, splits
 from zeroshard.core.shares import WholeParameters, whole_tiles
@@ -167,10 +167,9 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
     )
     tensors = TILE_TENSORS.get(tier, 4)
     share = max(context.tiering.staging_bytes // (tensors * 4) // _ALIGN, 1) * _ALIGN
-    shares, uncut = context.options.shares, list[Range]()
-    if whole:
-        assert isinstance(shares, WholeParameters), shares
-        uncut = shares.uncut(segment.flat.stepped, segment.flat.layout)
+    shares = context.options.shares if whole else None
+    assert shares is None or isinstance(shares, WholeParameters), shares
+    uncut = shares.uncut(segment.flat.stepped, segment.flat.layout) if shares else []
     cuts: list[tuple[Range, StepMethod]] = []
     if bucket.precision.decodes:
         cuts += [(span, StepMethod.DECODED) for span in whole_tiles(0, split, share, uncut)]
@@ -187,11 +186,8 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
         tile = Tile(stepped, start, stop, method)
         for found in segment.flat.layout.pieces_in((base + start, base + stop)):
             slot, stride = segment.flat.layout.slots[found.index], segment.flat.strides[found.index]
-            parts: list[tuple[Piece, tuple[int, ...]]] = [(found, (found.numel,))]
-            if whole:
-                assert isinstance(shares, WholeParameters), shares
-                parts = shares.stepped(found, slot)
-            for part, shape in parts:
+            flat: tuple[int, ...] = (found.numel,)
+            for part, shape in shares.stepped(found, slot) if shares else [(found, flat)]:
                 sizes = (*(1,) * (len(slot.shape) - len(shape)), *shape)  # of all dimensions
                 dense = dense_stride(stride, slot.shape, sizes)[-len(shape) :]
                 piece = replace(part, shard_start=part.shard_start + start)
