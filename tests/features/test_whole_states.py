@@ -208,7 +208,7 @@ def _batch(step: int) -> torch.Tensor:
     return torch.randn(LEAVES, 64, generator=torch.Generator().manual_seed(step))
 
 
-_loss = functools.partial(leaf_loss, leaves=LEAVES, width=24)  # of these rows
+_loss = functools.partial(leaf_loss, leaves=LEAVES, width=64)  # of these rows
 
 
 def _copied(state: Any) -> Any:

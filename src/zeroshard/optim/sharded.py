@@ -97,9 +97,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.tiles: list[Tile] = []
         # per param group, the model's own
-        self.parameters: list[list[nn.Parameter]] = [
-            list(group["params"]) for group in optimizer.param_groups
-        ]
+        self.parameters = [[*group["params"]] for group in optimizer.param_groups]
         self.sealed = False
         self.num_finished = 0  # steps that the user's optimizer has finished on this rank
         # between the engine's hooks: masters may be written and are not published

@@ -129,9 +129,8 @@ class ParamShard:
     parameter: nn.Parameter
     piece: Piece  # of the parameter
     stride: tuple[int, ...]  # of the parameter in the flat buffer
-    # in which a rule steps it that does not go element by element, and how the flat numbers lie
-    shape: tuple[int, ...]
-    shape_stride: tuple[int, ...]
+    shape: tuple[int, ...]  # in which a rule steps it that does not go element by element
+    shape_stride: tuple[int, ...]  # of its flat numbers in that shape
     # [piece.numel]: a view of the master, or of one NaN while it rests on another tier
     tensor: nn.Parameter
     segment: SteppedSegment  # not the tile: a cycle would keep masters alive

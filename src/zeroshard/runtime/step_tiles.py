@@ -186,9 +186,8 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
         tile = Tile(stepped, start, stop, method)
         for found in segment.flat.layout.pieces_in((base + start, base + stop)):
             slot, stride = segment.flat.layout.slots[found.index], segment.flat.strides[found.index]
-            flat: tuple[int, ...] = (found.numel,)
-            for part, shape in shares.stepped(found, slot) if shares else [(found, flat)]:
-                sizes = (*(1,) * (len(slot.shape) - len(shape)), *shape)  # of all dimensions
+            for part, shape in shares.stepped(found, slot) if shares else [(found, (found.numel,))]:
+                sizes = (*(1,) * (len(slot.shape) - len(shape)), *shape)
                 dense = dense_stride(stride, slot.shape, sizes)[-len(shape) :]
                 piece = replace(part, shard_start=part.shard_start + start)
                 if method.off_device or master.tensor is None:
@@ -202,7 +201,7 @@ def cut_tiles(segment: Segment, cells: Cells, context: Context, *, whole: bool) 
                     piece,
                     stride,
                     shape,
-                    stride if shape == slot.shape else dense,
+                    stride if shape == slot.shape else dense or (1,),
                     nn.Parameter(numbers),
                     stepped,
                     method,
