@@ -226,9 +226,10 @@ class StepLoader:
             ranges.setdefault(key, {})[of_range] = found
         for key, parts in ranges.items():
             found, is_cut = next(iter(parts.values())), scalars[name].get(key + CUT)
+            has_shape = is_plain(found) and found.dim() > 0 and found.shape == part.shape
             if is_apart(found) and is_cut:
                 found = joined(sorted(parts.items()), span, iter(is_cut), owned.shape)
-            elif is_plain(found) and found.shape == part.shape != owned.shape and part.is_whole:
+            elif has_shape and part.is_whole and owned.shape != part.shape:
                 found = owned.shaped(flatten(found, owned.stride)[piece.start : piece.stop].clone())
             elif is_apart(found) and by_shape and part.is_whole:
                 assert states is not None, name
