@@ -20,6 +20,7 @@ from zeroshard.core.shares import (
     Shares,
     WholeParameters,
     deal,
+    has_blocks,
     newton_schulz,
     shares_of,
     whole_shares,
@@ -152,6 +153,40 @@ def test_ranks_that_own_whole_parameters_of_a_transformer_have_much_the_same(
         dealt = whole_shares(segments, range(world))
         loads = [sum(one[rank] for one in dealt) for rank in range(world)]
         assert round(max(loads) * world / sum(loads), 2) <= limit, world
+
+
+@pytest.mark.parametrize("world", [8, 64, 512])
+def test_ranks_that_cut_between_blocks_have_the_same(world: int) -> None:
+    segments = Transformer(32, 4096, 4096, 1024, 14_336, 128_256).segments()  # Llama 3, 8B
+    sizes = {name: math.prod(shape) for one in segments for name, shape in one}
+    owned = WholeParameters(blocks=frozenset(name for name in sizes if has_blocks(sizes[name])))
+    assert _most(owned, segments, world) == 1.0
+
+
+@pytest.mark.parametrize(("world", "stacked", "apart"), [(8, 1.02, 1.0), (64, 1.69, 1.0)])
+def test_several_matrices_in_one_parameter_go_to_several_ranks(
+    world: int, stacked: float, apart: float
+) -> None:
+    # Qwen3, 30B, with the experts of a layer in two parameters
+    shapes = [(2048,), (4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+    experts = [("up", (128, 1536, 2048)), ("down", (128, 2048, 768))]
+    table, block = ("table", (151_936, 2048)), [*_named("a", shapes), *experts]
+    segments, cut = [[table], *[block] * 48, [table]], frozenset({"table", "a0"})
+    parts = tuple((name, (1,) * 128) for name, _ in experts)
+    assert _most(WholeParameters(cut), segments, world) == stacked
+    assert _most(WholeParameters(cut, parts=parts), segments, world) == apart
+
+
+def _most(
+    owned: WholeParameters, segments: list[list[tuple[str, tuple[int, ...]]]], world: int
+) -> float:
+    """Return the elements of the largest rank, of the mean."""
+    mesh, loads = Mesh(1, world), [0] * world
+    dealer = Dealer.of(owned, [("", mesh, one) for one in segments])
+    for one in segments:
+        shares = dealer.layout(one, mesh, kind="").shares
+        loads = [load + share for load, share in zip(loads, shares, strict=True)]
+    return round(max(loads) * world / sum(loads), 2)
 
 
 # the table of docs/design/state.md: memory and products, by elements and by cost
