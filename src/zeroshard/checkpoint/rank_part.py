@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,14 +34,16 @@ from zeroshard.checkpoint.manifest import (
     ShardEntry,
     TensorEntry,
     digest,
+    range_in,
     ranged,
 )
 from zeroshard.checkpoint.shard_files import WRITTEN_BY, Stored, as_bytes, dtype_code, whole_stride
 from zeroshard.core.boxes import Box, box_of
+from zeroshard.core.layout import Range
 from zeroshard.core.placement import STATE, VALUE, Part
 from zeroshard.core.values import decode, encode, no_tensors
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.optim.copies import KEPT_STATES
+from zeroshard.optim.copies import KEPT_STATES, joined
 from zeroshard.optim.several import class_name
 from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.access import curve_of
@@ -477,6 +481,23 @@ def _store_whole(part: RankPart, what: str, key: str, path: str, tensor: torch.T
     entry = TensorEntry.loose(f"{key}@0", tuple(tensor.shape), code)
     part.stored.append((entry, tensor.detach()))
     return key
+
+
+def whole_states(saved: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the states of a parameter of `shape` that were cut with it in one part. Those of parts
+    that are stepped apart keep their names, which say of what elements they are.
+    """
+    out, parts = dict[str, Any](), dict[str, list[tuple[Range, Any]]]()
+    for name, value in saved.items():
+        key, span = range_in(name, prod(shape))
+        if key + CUT in saved:
+            parts.setdefault(key, []).append((span, value))
+        elif not key.endswith(CUT):
+            out[name] = value
+    for key, found in parts.items():
+        in_order = sorted(found, key=itemgetter(0))
+        out[key] = joined(in_order, (0, prod(shape)), iter(saved[key + CUT]), shape)
+    return out
 
 
 def encoded_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,15 +27,13 @@ import torch
 
 from zeroshard.checkpoint.manifest import (
     BUFFER,
-    CUT,
     ITEMSIZE,
     Manifest,
     ParameterEntry,
     TensorEntry,
-    range_in,
     row_stride,
 )
-from zeroshard.checkpoint.rank_part import OF_MODULES, ExtraStates
+from zeroshard.checkpoint.rank_part import OF_MODULES, ExtraStates, whole_states
 from zeroshard.checkpoint.shard_files import (
     DTYPES,
     OpenShards,
@@ -51,11 +47,9 @@ from zeroshard.checkpoint.shard_files import (
 )
 from zeroshard.checkpoint.steps import StepFiles
 from zeroshard.core.boxes import Span, part_at
-from zeroshard.core.layout import Range
 from zeroshard.core.placement import STATE, VALUE, Part
 from zeroshard.core.values import decode
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.optim.copies import joined
 from zeroshard.system.safe_files import NotReadable, from_json, read_file
 
 _MOST_BYTES = 1 << 24  # of a config.json
@@ -342,7 +336,7 @@ def _optimizer_state(
 
     try:
         state = {
-            name: _whole_states(decoded(scalars), source.manifest.parameters[name].shape)
+            name: whole_states(decoded(scalars), source.manifest.parameters[name].shape)
             for name, scalars in saved["scalars"].items()
         }
         groups = [
@@ -357,23 +351,6 @@ def _optimizer_state(
         for key, item in source.optimizer_state(name).items():
             state.setdefault(name, {})[key] = source.whole(item)
     return state, groups
-
-
-def _whole_states(saved: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the states of a parameter of `shape` that were cut with it in one part. Those of parts
-    that are stepped apart keep their names, which say of what elements they are.
-    """
-    out, parts = dict[str, Any](), dict[str, list[tuple[Range, Any]]]()
-    for name, value in saved.items():
-        key, span = range_in(name, prod(shape))
-        if key + CUT in saved:
-            parts.setdefault(key, []).append((span, value))
-        elif not key.endswith(CUT):
-            out[name] = value
-    for key, found in parts.items():
-        in_order = sorted(found, key=itemgetter(0))
-        out[key] = joined(in_order, (0, prod(shape)), iter(saved[key + CUT]), shape)
-    return out
 
 
 def _write_torch(source: _ExportedStep, items: list[_Item], path: Path) -> None:
