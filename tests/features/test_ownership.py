@@ -38,12 +38,26 @@ RULES: dict[str, Any] = {
     "lamb": functools.partial(Lamb, lr=0.01),
     "hybrid": _hybrid,
 }
-ANY_RULE: dict[str, Any] = {**RULES, "adamw": functools.partial(torch.optim.AdamW, lr=0.01)}
+
+
+def _emerging(name: str, params: Any) -> torch.optim.Optimizer:
+    pytest.importorskip("emerging_optimizers")  # from Python 3.12 on
+    from emerging_optimizers import orthogonalized_optimizers, registry, soap  # noqa: F401
+
+    return registry.get_optimizer_cls(name)(params, lr=0.02)  # type: ignore[no-any-return]
+
+
+EMERGING = {f"emerging {name}": functools.partial(_emerging, name) for name in ("muon", "soap")}
+ANY_RULE: dict[str, Any] = {
+    **RULES,
+    **EMERGING,
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+}
 
 
 def _make(rule: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    bias = rule != "muon"  # it takes matrices alone
+    bias = rule not in ("muon", *EMERGING)  # they take matrices alone
     layers = [nn.Linear(40, 72, bias), nn.Tanh(), nn.Linear(72, 72, bias), nn.Linear(72, 24, bias)]
     model = nn.Sequential(*layers)
     last = model[3].weight  # it lies column by column
@@ -100,6 +114,15 @@ def test_optimizers_of_whole_parameters_have_the_bits_of_one_process(rule: str) 
             assert all(map(torch.equal, found, expected)), (world, row)
             assert set(owned) <= {0, *sizes}
         assert sum(sum(owned) for _, owned in ranks) == sum(p.numel() for p in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", EMERGING)
+def test_emerging_optimizers_have_them_and_go_on_on_other_ranks(rule: str, tmp_path: Path) -> None:
+    expected = _plain(rule)
+    for world, row, steps in ((2, "zero3", 1), (3, "zero1", 2), (1, "zero3", 3), (2, "ddp", STEPS)):
+        ranks = run_ranks(world, _train, rule, row, steps, tmp_path)
+    assert all(map(torch.equal, ranks[0][0], expected))
 
 
 @pytest.mark.slow
