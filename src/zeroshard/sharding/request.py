@@ -352,7 +352,7 @@ def _owned(
     """
     named, cut, blocks = named_parameters_once(model), set[str](), set[str]()
     parts = checks.matrix_parts(named, settings)
-    if optimizer is not None and settings.ownership:
+    if optimizer is not None:
         names = {id(parameter): name for name, parameter in named.items()}
         every = each_of(optimizer)
         for one in every:
@@ -360,7 +360,7 @@ def _owned(
                 members = [names[id(p)] for p in group["params"] if p.requires_grad]
                 if is_elementwise(one):
                     cut.update(members if not all(map(is_elementwise, every)) else ())
-                elif cuts_blocks(one, index):
+                elif settings.ownership and cuts_blocks(one, index):
                     rows = (name for name in members if named[name].is_contiguous())
                     blocks.update(name for name in rows if has_blocks(named[name].numel()))
     parts = {name: rows for name, rows in parts.items() if name not in cut | blocks}
