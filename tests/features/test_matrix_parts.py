@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import zeroshard as zs
 from tests.support.harness import run_ranks
 from tests.support.training import plainly_trained
+from zeroshard.runtime import engine as engine_module
 from zeroshard.runtime.engine import states_of
 
 STEPS, LEAVES, WIDTH, EXPERTS = 4, 6, 32, 3
@@ -232,3 +234,81 @@ def _loaded_with_others(rank: int, world: int, folder: Path) -> str:
 def test_states_of_other_parts_are_told(tmp_path: Path) -> None:
     for told in run_ranks(2, _loaded_with_others, tmp_path):
         assert "cannot be cut" in told and "matrix_parts" in told, told
+
+
+def _told(rank: int, world: int) -> str:
+    parts = {**PARTS, "head": 2 + 2 * rank}
+    with pytest.raises(zs.PlanMismatch) as told:
+        _shard("muon", "zero3", matrix_parts=parts)
+    return str(told.value)
+
+
+def test_ranks_with_other_parts_are_told() -> None:
+    for told in run_ranks(2, _told):
+        assert "matrix_parts" in told or "head" in told, told
+
+
+def _older(rank: int, world: int) -> list[torch.Tensor]:
+    for rule in ("adafactor", "muon"):
+        model, expected = Model(), Model()
+        made = []
+        for one in (model, expected):
+            matrices = [p for p in one.parameters() if p.dim() == 2]
+            others = [p for p in one.parameters() if p.dim() != 2]
+            made.append([RULES[rule](matrices), torch.optim.AdamW(others, lr=0.01)])
+            _loss(one, 0, 0).backward()
+            for optimizer in made[-1]:
+                optimizer.step()
+                optimizer.zero_grad()
+        options: Any = {"ownership": "whole", "matrix_parts": {"head": 2}}
+        if rule == "adafactor":
+            with pytest.raises(zs.ConfigError, match="'row_var' of 'head' was kept of the param"):
+                zs.shard(model, made[0], **options)
+            options.pop("matrix_parts")
+        engine = zs.shard(model, made[0], **options)  # nothing had changed before
+        if rule == "muon":
+            kept = made[1][0].state[expected.head]["momentum_buffer"]
+            for shard in states_of(engine).stepped_pieces():
+                if shard.name == "head":
+                    found = made[0][0].state[shard.tensor]["momentum_buffer"]
+                    part = kept.flatten()[shard.piece.start : shard.piece.stop]
+                    assert torch.equal(found.flatten(), part)
+                    assert found.untyped_storage().nbytes() == 4 * part.numel()
+        engine.close()
+    return []
+
+
+def test_states_older_than_shard_are_taken_or_refused_before_anything_changes() -> None:
+    run_ranks(2, _older)
+
+
+def _explained(rank: int, world: int) -> Any:
+    *_, engine = _shard("muon", "zero3", ownership="whole_by_cost")
+    found = engine.explain_optimizer().groups[1]  # the experts
+    engine.close()
+    return found
+
+
+def test_a_report_weighs_parts() -> None:
+    for found in run_ranks(2, _explained):
+        assert sum(found.parameters) == 2 * EXPERTS
+        assert max(found.largest) == 40 * WIDTH
+        mean = sum(found.parameters) / 2
+        assert found.cost_imbalance == pytest.approx(max(found.parameters) / mean)
+
+
+def test_an_optimizer_that_cannot_be_attached_keeps_its_states() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _loss(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {id(p): optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
+    parameters = [*model.parameters()]
+    engine = zs.shard(model, offload={"optimizer": "host"})
+    failing = mock.patch.object(engine_module, "make_master", side_effect=zs.StorageError("full"))
+    with failing, pytest.raises(zs.StorageError, match="full"):
+        engine.attach(optimizer)
+    assert optimizer.param_groups[0]["params"] == parameters
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], before[id(p)]) for p in parameters)
+    engine.close()

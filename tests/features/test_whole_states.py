@@ -25,7 +25,7 @@ from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
 from zeroshard.core.shares import BLOCKS
 from zeroshard.formats.export import export
-from zeroshard.optim.copies import plain_tensors
+from zeroshard.optim.copies import cuts_blocks, plain_tensors
 from zeroshard.runtime.engine import states_of
 
 STEPS, LEAVES = 4, 6
@@ -322,6 +322,43 @@ def test_states_of_blocks_are_cut_with_their_parameter_between_blocks(rule: str)
         for shards, kept in ranks:
             elements = sum(stop - start for _, start, stop in shards)
             assert 1.99 * elements <= kept <= 2.1 * elements
+
+
+class Later(torch.optim.Optimizer):
+    """SGD by elements, from the tenth step on by rows, with a state in bytes if `codes`."""
+
+    def __init__(self, params: Any, codes: bool = False) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.codes = codes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (one for group in self.param_groups for one in group["params"]):
+            if p.grad is not None:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if self.codes and p.dim() > 1:
+                    state["seen"] = torch.zeros(p.numel(), dtype=torch.uint8)
+                by_rows = state["step"] > 9 and p.dim() > 1
+                p.sub_(0.01 * (p.grad / p.grad.norm(dim=1, keepdim=True) if by_rows else p.grad))
+
+
+class From65536(Adam8bit):
+    """Keeps bytes of larger parameters alone."""
+
+    def write(self, state: dict[str, Any], key: str, numbers: torch.Tensor) -> None:
+        state[key] = numbers
+        if numbers.numel() >= 1 << 16:
+            super().write(state, key, numbers)
+
+
+def test_blocks_are_cut_where_trials_of_other_shapes_and_sizes_are_alike() -> None:
+    large = [nn.Parameter(torch.ones(512, 256))]
+    assert cuts_blocks(Adam8bit(large), 0) and cuts_blocks(Subclassed8bit(large), 0)
+    assert cuts_blocks(From65536([nn.Parameter(torch.ones(64, 256))]), 0) is False  # keeps no bytes
+    for other in (From65536(large), Later(large), Later(large, codes=True), Odd(large)):
+        assert not cuts_blocks(other, 0), other
+    assert not cuts_blocks(torch.optim.Muon(large), 0)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite, prod
 from reprlib import repr as brief
 from sys import intern
@@ -43,7 +43,7 @@ from zeroshard.errors import CheckpointError
 from zeroshard.system.safe_files import is_deeper
 
 FORMAT = "zeroshard checkpoint"
-VERSION = 2  # of a step with boxes; one without is of version 1, as before there were boxes
+VERSION = 2  # of a step with boxes, or states of parts; others are of version 1, as before
 
 CHUNK_BYTES = 4 << 20
 BUFFER = "buffer/"  # before the name of one
@@ -279,7 +279,10 @@ class Manifest:
         for name in ("places", "curve", "model_config", "branch"):
             if not plain[name]:
                 del plain[name]
-        version = VERSION if any(entry.box for entry in self.tensors) else 1
+        scalars = {} if self.optimizer is None else self.optimizer["scalars"]
+        keys = chain.from_iterable(scalars.values())
+        has_parts = any(key.endswith(CUT) or _RANGED.fullmatch(key) for key in keys)
+        version = VERSION if has_parts or any(entry.box for entry in self.tensors) else 1
         head = ("step", "branch")  # which `branch_of` reads
         data = {"format": FORMAT, "version": version}
         data |= {name: plain.pop(name) for name in head if name in plain}

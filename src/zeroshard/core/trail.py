@@ -233,9 +233,10 @@ class Replay:
             there = [rank for rank, (begin, end) in held.items() if begin <= low and high <= end]
             yield low, high, there
 
-    def first(self, name: str) -> list[int]:
-        """Return the ranks that stepped the first element of parameter `name`."""
-        return [rank for rank, spans in enumerate(self.stepped) if spans.get(name, (1, 1))[0] == 0]
+    def holders(self, name: str, element: int) -> list[int]:
+        """Return the ranks that stepped an element of parameter `name`."""
+        spans = [by_name.get(name, (0, 0)) for by_name in self.stepped]
+        return [rank for rank, (low, high) in enumerate(spans) if low <= element < high]
 
 
 # ---------------------------------------------------------------------------- where two trails part

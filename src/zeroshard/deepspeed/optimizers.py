@@ -68,21 +68,23 @@ class FusedLamb(torch.optim.Optimizer):
     bias is corrected in the rate, as in Adam's paper, and the ratio of the norms of weights and
     update is held between `min_coeff` and `max_coeff`.
 
-    Options: bias_correction (True), eps_inside_sqrt (False), max_coeff (10), min_coeff (0.01).
+    Options: eps (1e-8), eps_inside_sqrt (False), weight_decay (0), max_coeff (10), min_coeff
+    (0.01); DeepSpeed's max_grad_norm and amsgrad only as they are without effect.
     """
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-3,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         **options: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": True, "eps_inside_sqrt": False}
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": tuple(betas)}
+        defaults |= {"eps": 1e-8, "eps_inside_sqrt": False, "weight_decay": 0.0}
         defaults |= {"max_coeff": 10.0, "min_coeff": 0.01}
+        if options.pop("max_grad_norm", 0.0) or options.pop("amsgrad", False):
+            raise TypeError("FusedLamb neither clips (max_grad_norm) nor knows amsgrad")
         if unknown := options.keys() - defaults.keys():
             raise TypeError(f"FusedLamb has no option {min(unknown)!r}")
         super().__init__(params, defaults | options)

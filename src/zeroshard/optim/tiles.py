@@ -143,12 +143,13 @@ class TileStates:
         """
         if self.by_shape[shard.group]:
             part, like = dict[str, Any](), local_of(shard.parameter)
-            for key, value in state.items():
+            for key, kept in state.items():
+                value = local_of(kept)
                 if is_plain(value) and value.dtype is like.dtype:
                     value = value.to(shard.tensor.dtype)  # as the master is
                 if is_plain(value) and value.shape == like.shape != shard.shape:
                     flat = flatten(value, shard.stride)[shard.piece.start : shard.piece.stop]
-                    part[key] = shard.shaped(flat)
+                    part[key] = shard.shaped(flat.clone())
                 else:
                     part |= self.gathered(shard, shard.group, {(0, like.numel()): {key: value}})
             return settled(shard, part)
@@ -185,7 +186,7 @@ class TileStates:
                 raise ConfigError(
                     f"optimizer state {key!r} of parameter {shard.name!r} was kept of its elements"
                     f" {span[0]} to {span[1]} and cannot be cut, and {here[0]} to {here[1]} are"
-                    " stepped here: give the same matrix_parts"
+                    " stepped here: give the same matrix_parts, or none"
                 )
         return out
 

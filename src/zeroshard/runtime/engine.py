@@ -25,7 +25,7 @@ from zeroshard.core.policy import Policy
 from zeroshard.core.sizes import parse_bytes
 from zeroshard.errors import ConfigError, StateError, StorageError
 from zeroshard.memory import placeholder_value
-from zeroshard.optim.several import joined
+from zeroshard.optim.several import each_of, joined
 from zeroshard.optim.sharded import ShardedOptimizer
 from zeroshard.optim.shards import Tile
 from zeroshard.runtime.access import StateAccess
@@ -139,6 +139,7 @@ def attach(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     context, units = engine._context, engine._weights.units
     settings = step_settings(context, units, engine._backward.decisions)
     sharded = ShardedOptimizer(optimizer, engine._loop, *settings)
+    older = [(one, dict(one.state)) for one in each_of(optimizer)]
     try:
         with context.faults.together(lost=True):
             for unit in units:
@@ -151,6 +152,8 @@ def attach(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             sharded.attach(tiles.all)
     except StorageError:
         sharded.detach()
+        for one, state in older:
+            one.state.update(state)
         raise
     engine._step_with(sharded, tiles)
 

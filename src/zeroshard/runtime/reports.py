@@ -11,7 +11,7 @@ import torch
 
 from zeroshard.comm.transport import Traffic
 from zeroshard.core.placement import Tier
-from zeroshard.core.shares import newton_schulz
+from zeroshard.core.shares import WholeParameters, newton_schulz
 from zeroshard.errors import StateError
 from zeroshard.optim.copies import (
     MATRIX,
@@ -226,14 +226,20 @@ class Accounts:
         owned: list[list[tuple[int, int]]]  # by rank: elements and cost of each parameter
         owned = [[] for _ in range(self._context.mesh.size)]
         pairs = ((unit.cells.optim, one) for unit in self._units for one in unit.trainable)
+        shares = self._context.options.shares
         for cell, segment in pairs:
             layout = segment.flat.layout
             for rank, place in enumerate(segment.flat.context.holders.places):
                 for piece in layout.pieces_in(layout.span(place, layout.scope(cell))):
-                    shape = layout.slots[piece.index].shape
-                    if id(segment.parameters[piece.index]) in members:
+                    if id(segment.parameters[piece.index]) not in members:
+                        continue
+                    slot = layout.slots[piece.index]
+                    stepped = [(piece, slot.shape)]
+                    if isinstance(shares, WholeParameters):
+                        stepped = shares.stepped(piece, slot)
+                    for part, shape in stepped:
                         cost = newton_schulz(shape) if len(shape) == 2 else 0
-                        owned[rank].append((piece.numel, cost))
+                        owned[rank].append((part.numel, cost))
         elements = tuple(sum(numel for numel, _ in mine) for mine in owned)
         costs = [sum(cost for _, cost in mine) for mine in owned]
         cls = type(optimizer)

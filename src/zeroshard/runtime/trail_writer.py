@@ -329,8 +329,8 @@ class TrailWriter:
                 # other ranks may cut them elsewhere
                 blocks = shares.blocks if isinstance(shares, WholeParameters) else ()
                 for shard in table.shards:
-                    ranks = self._replay.first(shard.name) if self._replay else []
                     of_parts, start = numbers[shard.name], shard.piece.start
+                    ranks = self._replay.holders(shard.name, start) if self._replay else []
                     # a number of the whole parameter counts once
                     mine = of_parts.get((start, shard.piece.stop), {})
                     if not start:

@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import compress
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,11 @@ from zeroshard.config import Config
 from zeroshard.core.placement import Mesh, Scope
 from zeroshard.core.precision import Precision, dtype_name
 from zeroshard.core.schedule import STAGING_BYTES
+from zeroshard.core.shares import WholeParameters
 from zeroshard.errors import ConfigError
-from zeroshard.optim.copies import check_rule, is_elementwise, is_repeatable
+from zeroshard.optim.copies import check_rule, is_elementwise, is_plain, is_repeatable
 from zeroshard.optim.several import check_parameters, class_name, each_of, owner
+from zeroshard.optim.tiles import is_apart
 from zeroshard.runtime.context import Dtypes
 from zeroshard.runtime.guards import OWNED
 from zeroshard.runtime.step_tiles import TILE_TENSORS
@@ -82,13 +86,22 @@ def check_optimizer(
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     named, whole = named_parameters_once(model), settings.ownership is not None
     check_parameters(optimizer, named, whole=whole)
+    parts = matrix_parts(named, settings)
     stacks = {
         id(named[name])
-        for name, rows in matrix_parts(named, settings).items()
+        for name, rows in parts.items()
         if set(rows) == {1} and named[name].dim() > 2
     }
     for one in each_of(optimizer):
         check_rule(one, whole=whole, stacks=stacks)
+    for name in parts:
+        for one in (one for one in each_of(optimizer) if not is_elementwise(one)):
+            for key, value in one.state.get(named[name], {}).items():
+                if is_apart(value) and not (is_plain(value) and value.shape == named[name].shape):
+                    raise ConfigError(
+                        f"optimizer state {key!r} of {name!r} was kept of the parameter as one, and"
+                        " matrix_parts steps it as several: call shard() before the first step"
+                    )
     by_matrix = [one for one in each_of(optimizer) if not is_elementwise(one)]
     if settings.ownership == "whole_by_cost" and not by_matrix:
         raise ConfigError(
@@ -119,31 +132,32 @@ def check_optimizer(
 
 def matrix_parts(named: Mapping[str, nn.Parameter], settings: Config) -> dict[str, tuple[int, ...]]:
     """Return the rows of each of the parts in which parameters are stepped, by name. Raises
-    ConfigError for a pattern of no parameter, or parts that do not fit.
+    ConfigError for parts that do not fit.
     """
     out = dict[str, tuple[int, ...]]()
     for pattern, given in (settings.matrix_parts or {}).items():
-        names = [
-            name for name, p in named.items() if fnmatchcase(name, pattern) and p.requires_grad
-        ]
-        if not names:
-            raise ConfigError(f"matrix_parts: no trained parameter has a name like {pattern!r}")
-        for name in names:
+        for name in (one for one in trained_like(pattern, named) if settings.ownership):
             shape, stride = named[name].shape, named[name].stride()
             rows = shape[0] if shape else 0
             sizes = (rows // max(given, 1),) * given if isinstance(given, int) else given
             told = f"matrix_parts[{pattern!r}]={given}, and {name!r} has shape {tuple(shape)}"
             if name in out:
                 raise ConfigError(f"{told}: another pattern has its name too")
-            if len(shape) < 2 or sum(sizes) != rows or min(sizes) < 1 or is_dtensor(named[name]):
+            fits = len(shape) > 1 and sizes and min(sizes) > 0 and sum(sizes) == rows
+            if not fits or is_dtensor(named[name]):
                 raise ConfigError(
                     f"{told}: parts are of the first of two or more dimensions, have all its rows"
                     " together, and are of a plain tensor"
                 )
-            if stride[0] != max(stride):
+            if rows > 1 and stride[0] != max(compress(stride, [size > 1 for size in shape])):
                 raise ConfigError(f"{told} and stride {stride}: make it contiguous()")
             out[name] = sizes
     return out
+
+
+def trained_like(pattern: str, named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of trained parameters that are like a `pattern` of matrix_parts."""
+    return [name for name, p in named.items() if p.requires_grad and fnmatchcase(name, pattern)]
 
 
 def check_whole_steps(
@@ -155,10 +169,10 @@ def check_whole_steps(
     offload, tiers = settings.offload, settings.offload.away
     if not settings.ownership or not tiers.keys() & {"grad", "optimizer"}:
         return
-    named = named_parameters_once(model)
-    parts = matrix_parts(named, settings)
+    named, align = named_parameters_once(model), settings.comm.codecs().align
+    owned = WholeParameters(parts=tuple(matrix_parts(named, settings).items()))
     trained = {
-        name: parameter.numel() * max(parts.get(name, (1,))) // sum(parts.get(name, (1,)))
+        name: max(prod(shape) for shape, _ in owned.grains(name, tuple(parameter.shape), align))
         for name, parameter in named.items()
         if parameter.requires_grad and not is_elementwise(owner(optimizer, parameter))
     }

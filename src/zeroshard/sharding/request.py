@@ -81,12 +81,17 @@ class Report:
 
     @classmethod
     def of(
-        cls, call: Call, dtypes: Dtypes, plans: Sequence[UnitPlan], settings: dict[str, str]
+        cls,
+        call: Call,
+        dtypes: Dtypes,
+        plans: Sequence[UnitPlan],
+        owned: WholeParameters,
+        settings: dict[str, str],
     ) -> Report:
-        """Return the report about a `call`; `plans` say how its model is cut."""
+        """Return the report about a `call`; `plans` and `owned` say how its model is cut."""
         model, named = call.model, named_parameters_once(call.model)
         groups = {own.pattern: own.holders.groups for own in call.mesh_axes.own}
-        report = _model_report(model, call.optimizer, dtypes, plans)
+        report = _model_report(model, call.optimizer, dtypes, plans, owned)
         # a digest of each parameter's values, or of how they will be computed
         values: dict[str, str] = {}
         for name, p in named.items() if call.sync_from is None else ():
@@ -160,15 +165,19 @@ def _model_report(
     optimizer: torch.optim.Optimizer | None,
     dtypes: Dtypes,
     plans: Sequence[UnitPlan],
+    owned: WholeParameters,
 ) -> dict[str, str]:
     """Return what of the model must be equal on all of its ranks, in order of importance."""
     report: dict[str, str] = {}
-    names: dict[int, str] = {}
+    names, parts = dict[int, str](), dict(owned.parts)
     for name, parameter in named_parameters_once(model).items():
         names[id(parameter)] = name
         dtype = dtype_name(dtypes.of[id(parameter)])
         kind = "trained" if parameter.requires_grad else "frozen"
-        report[f"parameter {name}"] = f"{whole_shape(parameter)} {dtype} {kind}"
+        rows, ways = parts.get(name), (("cut", owned.cut), ("cut between blocks", owned.blocks))
+        stepped = [f"in parts {rows}"] if rows else [how for how, of in ways if name in of]
+        told = f"{whole_shape(parameter)} {dtype} {kind}"
+        report[f"parameter {name}"] = ", ".join([told, *stepped])
     for plan in plans:
         report[f"unit {plan.name}"] = ", ".join(plan.parameters)
     report["optimizer"] = class_name(optimizer)
@@ -313,9 +322,14 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         )
     refuse_inside("shard()")
     checks.check_model(model)
+    named = named_parameters_once(model)
+    for pattern in settings.matrix_parts or ():
+        # another stage of a pipeline may have them
+        if all(axis.alike for axis in mesh.others) and not checks.trained_like(pattern, named):
+            raise ConfigError(f"matrix_parts: no trained parameter has a name like {pattern!r}")
     if call.optimizer is not None:
         checks.check_optimizer(call.optimizer, model, settings, is_first=mesh_axes.rank == 0)
-    checks.check_dtensors(named_parameters_once(model), mesh_axes.mesh, mesh_axes.dims)
+    checks.check_dtensors(named, mesh_axes.mesh, mesh_axes.dims)
     precision = settings.resolved_precision()
     checks.check_precision(model, precision)
     dtypes = compute_dtypes(model, precision)
@@ -339,7 +353,7 @@ def _checked(call: Call, common: Config, shares: Sequence[float] | None) -> Shar
         mesh=mesh,
         dtypes=dtypes,
         plans=plans,
-        report=Report.of(call, dtypes, plans, compared),
+        report=Report.of(call, dtypes, plans, owned, compared),
     )
 
 
