@@ -352,11 +352,24 @@ class From65536(Adam8bit):
             super().write(state, key, numbers)
 
 
+class Stacked(Adam8bit):
+    """Keeps both moments in one tensor, which has no rows of blocks."""
+
+    def update(self, p: nn.Parameter, state: dict[str, Any], lr: float) -> None:
+        state["both"] = torch.zeros(2, p.numel(), dtype=torch.uint8)
+        super().update(p, state, lr)
+
+
 def test_blocks_are_cut_where_trials_of_other_shapes_and_sizes_are_alike() -> None:
     large = [nn.Parameter(torch.ones(512, 256))]
     assert cuts_blocks(Adam8bit(large), 0) and cuts_blocks(Subclassed8bit(large), 0)
-    assert cuts_blocks(From65536([nn.Parameter(torch.ones(64, 256))]), 0) is False  # keeps no bytes
-    for other in (From65536(large), Later(large), Later(large, codes=True), Odd(large)):
+    for other in (
+        From65536(large),
+        Stacked(large),
+        Later(large),
+        Later(large, codes=True),
+        Odd(large),
+    ):
         assert not cuts_blocks(other, 0), other
     assert not cuts_blocks(torch.optim.Muon(large), 0)
 

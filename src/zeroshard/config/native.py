@@ -464,7 +464,7 @@ class ShardOptions(TypedDict, total=False):
     offload: Offload | dict[str, Any] | None
     shares: Sequence[float] | Literal["memory", "auto"] | None
     ownership: Ownership | None
-    matrix_parts: dict[str, int | Sequence[int]] | None
+    matrix_parts: dict[str, int | tuple[int, ...]] | None
     comm: Comm | dict[str, Any] | None
     loss_scale: LossScale | dict[str, Any] | None
     prefetch_bytes: int | None

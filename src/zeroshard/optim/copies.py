@@ -25,7 +25,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from itertools import compress
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, TypeGuard
 
@@ -454,7 +454,6 @@ KEPT_STATES = (
 # match), with a tail that is no multiple of anything.
 _SHAPES: tuple[tuple[int, ...], ...] = ((135, 243), (5, 27, 27, 9), (32805,))
 _CUTS = ((0, 192), (192, 19264), (19264, 32805))
-_MOST_TRIED = 1 << 20  # elements: a rule may keep fewer bits from some size on
 _BLOCK_CUTS = ((0, BLOCKS), (BLOCKS, 5 * BLOCKS), (5 * BLOCKS, 8 * BLOCKS))
 # values and gradients of each piece: norms of pieces must differ from the norm of the whole
 _SCALES = (1.0, 0.01, 30.0)
@@ -715,7 +714,7 @@ def tried_rule(optimizer: torch.optim.Optimizer, index: int) -> Rule:
 
 def cuts_blocks(optimizer: torch.optim.Optimizer, index: int) -> bool:
     """Whether a parameter of param group `index` may be cut on multiples of `BLOCKS` elements: it
-    has states in bytes, and trials keep the same ones of matrices, of flat numbers and of many.
+    has states in bytes, and trials keep the same ones of matrices and of flat numbers.
     """
     rule, options = known_rule(optimizer), optimizer.param_groups[index]
     if rule is not None:  # torchao's, which would be compiled for each trial
@@ -728,16 +727,11 @@ def cuts_blocks(optimizer: torch.optim.Optimizer, index: int) -> bool:
         tensors = {key: plain_tensors(value) for key, value in state.items()}
         return {key: [(one.dtype, one.numel()) for one in found] for key, found in tensors.items()}
 
-    def dtypes(state: dict[str, list[tuple[torch.dtype, int]]]) -> dict[str, list[torch.dtype]]:
-        return {key: [dtype for dtype, _ in found] for key, found in state.items()}
-
     flat = kept(numel) if flags else {}
-    kinds = dtypes(flat)
-    if not any(dtype.itemsize == 1 for key in flags for dtype in compress(kinds[key], flags[key])):
+    pairs = chain.from_iterable(zip(flat[key], flags[key], strict=True) for key in flags)
+    if not any(is_cut and dtype.itemsize == 1 for (dtype, _), is_cut in pairs):
         return False
-    most = max(parameter.numel() for parameter in options["params"])
-    many = dtypes(kept(max(min(most, _MOST_TRIED) // BLOCKS * BLOCKS, numel)))
-    return flat == kept(64, numel // 64) and kinds == many and steps_blocks(optimizer, index)
+    return flat == kept(64, numel // 64) and steps_blocks(optimizer, index)
 
 
 def steps_blocks(optimizer: torch.optim.Optimizer, index: int) -> bool:
