@@ -21,8 +21,13 @@ from zeroshard.runtime import engine as engine_module
 from zeroshard.runtime.engine import states_of
 
 STEPS, LEAVES, WIDTH, EXPERTS = 4, 6, 32, 3
-PARTS: dict[str, Any] = {"*.qkv.weight": (64, 16, 16), "*.experts": EXPERTS, "head": 2}
-ROWS = {"weight": (64, 16, 16), "experts": (1,) * EXPERTS, "head": (20, 20)}
+# Adafactor keeps a factor of one row in its shape
+PARTS: dict[str, Any] = {"*.qkv.weight": (64, 16, 16), "*.experts": EXPERTS, "head": (1, 39)}
+ROWS = {
+    "weight": (64, 16, 16),
+    "experts": (1,) * EXPERTS,
+    "head": (1, 39),
+}  # factors of one row have its shape
 
 
 class Block(nn.Module):
@@ -82,7 +87,8 @@ def _plain(rule: str) -> list[torch.Tensor]:
     for name, parameter in model.named_parameters():
         start = 0
         for rows in ROWS.get(name.rpartition(".")[2], ()):
-            at: Any = start if rows == 1 else slice(start, start + rows)
+            is_expert = parameter.dim() > 2
+            at: Any = start if is_expert else slice(start, start + rows)
             pairs.append((parameter, at, nn.Parameter(parameter.detach()[at])))
             start += rows
     adamw, optimizer = _adamw(model), RULES[rule]([part for _, _, part in pairs])

@@ -40,6 +40,7 @@ SEVERAL = 105_000  # from this seed on two optimizers may step one model
 BOTH = 109_000  # from this seed on with parameters that are owned whole on any tier
 SHAPED = 104_000  # from this seed on with states of other shapes
 AHEAD = 108_000  # from this seed on the host may step in the backward (_ahead)
+GRAINS = 112_000  # from this seed on they own parts of matrices, or blocks (_in_grains)
 PAIRS = 111_000  # from this seed on several of them do so, or one is schedule-free (_in_pairs)
 NATIVE = 102_000  # from this seed on collectives may meet by their order alone (_over_native)
 REMAINDERS = 107_000  # from this seed on masters may rest as remainders
@@ -111,7 +112,8 @@ def _drawn(seed: int) -> Program:
         program = _on_data(program) if seed >= LATEST else program
         program = _over_native(program) if seed >= NATIVE else program
         program = _ahead(program) if seed >= AHEAD else program
-        return _in_pairs(program) if seed >= PAIRS else program
+        program = _in_pairs(program) if seed >= PAIRS else program
+        return _in_grains(program) if seed >= GRAINS else program
     if any("load" in step.between for step in program.steps):
         return replace(program, counted=False)
     return program
@@ -246,6 +248,55 @@ def _in_pairs(program: Program) -> Program:
         precision=precision,
         steps=tuple(steps),
         **tiers,
+    )
+
+
+def _in_grains(program: Program) -> Program:
+    """Let matrices be stepped in parts in half of the programs, and in others parameters by blocks,
+    between which some are cut; most have a layer that is large enough for either.
+    """
+    rng = random.Random(f"grains of {program.seed}")
+    if rng.random() < 0.1:
+        return program
+    by_blocks = rng.random() < 0.4
+    rules = ("muon", "muon", "adafactor", "adafactor", "hybrid", "lamb", "sgd momentum")
+    optimizer = "blocks" if by_blocks else rng.choice(rules)
+    by_cost = optimizer in ("muon", "hybrid") and rng.random() < 0.3
+    layers = list(program.layers)
+    if rng.random() < (0.95 if by_blocks else 0.6):
+        at = rng.randrange(len(layers))
+        layers[at] = replace(layers[at], kind="wide")
+    if rng.random() < 0.4:
+        world = rng.choice((2, 3, 4))
+        program = replace(program, world=world, node_size=2 if world == 4 else None)
+    if not program.ahead and rng.random() < 0.6:
+        tiers = rng.choice(_choices(program.row))
+        program = replace(
+            program,
+            weight_tier=tiers[0],
+            grad_tier=tiers[1],
+            optimizer_tier=tiers[2],
+            modes=False,
+            delayed=rng.choice((None, None, 0, 1)),
+        )
+    steps = []
+    for step in program.steps:
+        between = list(step.between)
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            event = rng.choice((*EVENTS, *WRITES, *ROWS, "save", "load"))
+            between.insert(rng.randint(0, len(between)), event)
+        steps.append(replace(step, between=tuple(between)))
+    return replace(
+        program,
+        optimizer=optimizer,
+        several=program.modes or rng.random() < (0.8 if optimizer == "muon" else 0.5),
+        ownership="whole_by_cost" if by_cost else "whole",
+        shares=None,
+        remainder=False,
+        parts=rng.random() < (0.3 if by_blocks else 0.95),
+        blocks=rng.randint(2, 6),
+        layers=tuple(layers),
+        steps=tuple(steps),
     )
 
 
@@ -529,6 +580,7 @@ SWITCHES: dict[str, Callable[[Program], Program]] = {
     "strict": _plain(strict=False),
     "prefetch": _plain(prefetch_bytes=None),
     "shares": _plain(shares=None, ownership=None),
+    "parts": _plain(parts=False),
     "several optimizers": _plain(several=False),
     "schedule-free": _plain(modes=False),
     "optimizers": _plain(optimizer="sgd"),

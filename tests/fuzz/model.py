@@ -137,6 +137,20 @@ class BatchNorm(nn.Module):
         return self.norm(x)
 
 
+class Wide(nn.Module):
+    """A weight of some blocks of 4096 elements, on whose multiples it may be cut."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64 * blocks, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[-1]
+        many = x.repeat(1, -(-64 // width))[:, :64]
+        h = torch.tanh(F.linear(many, self.weight))
+        return x + F.pad(h, (0, -h.shape[1] % width)).unflatten(1, (-1, width)).mean(1)
+
+
 class Norm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -321,7 +335,9 @@ class FuzzNet(nn.Module):
     def _made(self, index: int, layer: Layer, width: int) -> nn.Module:
         if layer.same_module and layer.same_as is not None:
             return self.layers[layer.same_as]
-        made = Wrapped(layer, KINDS[layer.kind](width))
+        is_wide = layer.kind == "wide"
+        body = Wide(self.program.blocks) if is_wide else KINDS[layer.kind](width)
+        made = Wrapped(layer, body)
         if layer.same_as is not None:
             _share_weight(made.body, self.layers[layer.same_as].body)
         if layer.frozen:

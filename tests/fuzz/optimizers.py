@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.fuzz.program import Program
+from zeroshard.core.shares import has_blocks
 from zeroshard.optim.several import JointOptimizer, each_of
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -80,14 +83,17 @@ class Hybrid(_ByParameter):
 
 
 class Blocks(_ByParameter):
-    """SGD with a momentum of 8 bits in blocks of 16, of parameters with more than 32 elements."""
+    """SGD with a momentum of 8 bits in blocks of 16, of parameters with more than 32 elements, or
+    of 1024, of parameters with 4096 or more.
+    """
 
     def update(
         self, p: nn.Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
+        size = 1024 if p.numel() >= 4096 else 16
         if "absmax" in state:
-            codes = (state["codes"].flatten().float() - 128) / 127
-            before = codes * state["absmax"].repeat_interleave(16)[: p.numel()]
+            codes = (state["momentum"].flatten().float() - 128) / 127
+            before = codes * state["absmax"].repeat_interleave(size)[: p.numel()]
         else:
             before = state.get("momentum", torch.zeros_like(p)).flatten()
         momentum = before.mul(0.9).add_(grad.flatten())
@@ -95,10 +101,10 @@ class Blocks(_ByParameter):
         if p.numel() <= 32:
             state["momentum"] = momentum.view(p.shape)
             return
-        blocks = nn.functional.pad(momentum, (0, -p.numel() % 16)).view(-1, 16)
+        blocks = nn.functional.pad(momentum, (0, -p.numel() % size)).view(-1, size)
         state["absmax"] = blocks.abs().amax(1)
         codes = (blocks / state["absmax"].clamp_min(1e-12)[:, None] * 127 + 128).round()
-        state["codes"] = codes.to(torch.uint8).flatten()[: p.numel()].view(p.shape)
+        state["momentum"] = codes.to(torch.uint8).flatten()[: p.numel()].view(p.shape)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -160,14 +166,15 @@ MATRICES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the program's optimizer over `parameters`; frozen ones are in it, as users leave
+def make_optimizer(program: Program, every: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the program's optimizer over these parameters; frozen ones are in it, as users leave
     them.
     """
+    parameters = list(every)
     cls, options = (OPTIMIZERS | WHOLE | APART | MATRICES)[program.optimizer]
     if program.several:
-        matrices = [p for p in parameters.values() if p.ndim == 2]
-        others = [p for p in parameters.values() if p.ndim != 2]
+        matrices = [p for p in parameters if p.ndim == 2]
+        others = [p for p in parameters if p.ndim != 2]
         first = cls(matrices, **{"lr": 1e-2, **options})
         if not others:
             return first
@@ -176,15 +183,57 @@ def make_optimizer(program: Program, parameters: dict[str, nn.Parameter]) -> tor
         free = ScheduleFree(others, lr=0.05)
         free.train()
         return JointOptimizer([first, free])
-    groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
+    groups: list[dict[str, Any]] = [{"params": parameters}]
     if program.groups:
-        matrices = [p for p in parameters.values() if p.ndim > 1]
-        others = [p for p in parameters.values() if p.ndim <= 1]
+        matrices = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim <= 1]
         groups = [
             {"params": matrices, "weight_decay": 0.1},
             {"params": others, "weight_decay": 0.0, "lr": 5e-3},
         ]
     return cls(groups, **{"lr": 1e-2, **options})
+
+
+def parts_of(
+    program: Program, parameters: dict[str, nn.Parameter]
+) -> dict[str, int | tuple[int, ...]]:
+    """Return in how many equal parts, or parts of how many rows, some matrices are stepped."""
+    out = dict[str, int | tuple[int, ...]]()
+    for name, parameter in parameters.items():
+        rng = random.Random(f"parts of {program.seed} {name}")
+        is_matrix = parameter.requires_grad and parameter.ndim == 2
+        if program.parts and is_matrix and rng.random() < 0.7:
+            rows = parameter.shape[0]
+            if rng.random() < 0.5:
+                out[name] = rng.choice([n for n in range(2, 14) if not rows % n])
+                continue
+            cuts = sorted(rng.sample(range(1, rows), min(rng.choice((1, 1, 2, 3)), rows - 1)))
+            ends = zip([0, *cuts], [*cuts, rows], strict=True)
+            out[name] = tuple(stop - start for start, stop in ends)
+    return out
+
+
+def in_parts(
+    program: Program, parameters: dict[str, nn.Parameter]
+) -> dict[tuple[str, int], nn.Parameter]:
+    """Return what plain torch steps, by name and first row: parameters, and views of those that
+    are stepped as several.
+    """
+    declared, out = parts_of(program, parameters), dict[tuple[str, int], nn.Parameter]()
+    for name, parameter in parameters.items():
+        given = declared.get(name, 1)
+        if program.optimizer == "blocks" and has_blocks(parameter.numel()):
+            given = 1  # it is cut between blocks instead
+        if given == 1:
+            out[name, 0] = parameter
+            continue
+        each = parameter.detach().split(
+            [*given] if isinstance(given, tuple) else len(parameter) // given
+        )
+        start = 0
+        for part in each:
+            out[name, start], start = nn.Parameter(part), start + len(part)
+    return out
 
 
 def free_of(optimizer: torch.optim.Optimizer) -> Any:

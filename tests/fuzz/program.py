@@ -18,7 +18,7 @@ from zeroshard.core.policy import ROWS, row
 CODED_ROWS = ("zero3", "hpz")
 OWNED_EXPERTS = 110_000  # from this seed on ranks may own whole experts
 WHOLE_TIERS = 106_000  # from this seed on steps of whole parameters may rest on other tiers
-CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork")
+CHECKPOINTABLE = ("linear", "block", "gate", "norm", "nest", "table", "fork", "wide")
 LENDING = ("linear", "gate", "block")  # kinds of layers with a parameter that others can use
 EVENTS = ("average", "offload", "save", "load", "reset")  # between steps; the others are rows
 INTERRUPTS = ("early", "late")  # between steps, too
@@ -49,7 +49,7 @@ _OF_WHOLE = (
 class Layer:
     """One module between the first and the last; its input and output have the same shape."""
 
-    # linear, block, gate, norm, batchnorm, nest, table, position, fork, experts, attend
+    # linear, block, gate, norm, batchnorm, nest, table, position, fork, experts, attend, wide
     kind: str = "linear"
     checkpoint: str = ""  # "reentrant" or "saved" (use_reentrant=False)
     same_as: int | None = None  # the layer before it whose weight (or module) this one is
@@ -126,9 +126,11 @@ class Program:
     optimizer: str = "adamw"
     several: bool = False  # matrices by that one, all else by an AdamW of its own
     modes: bool = False  # ... or by a schedule-free one, with train() and eval()
+    parts: bool = False  # some matrices are stepped as several (`parts_of`)
     groups: bool = False  # matrices in one param group, the rest in another
     schedule: bool = False
     width: int = 5
+    blocks: int = 2  # of 4096 elements, in the weight of a "wide" layer
     tokens: bool = False  # integer inputs through an embedding
     tied_ends: bool = False  # the last linear has the embedding's weight
     returns: str = ""  # "parameter", "view": what the model returns beside its output
@@ -243,6 +245,7 @@ def repair(program: Program) -> Program:
             program = replace(program, **tiers)
     if program.optimizer not in _OF_WHOLE and program.ownership:
         program = replace(program, ownership="whole")
+    program = replace(program, parts=program.parts and program.ownership is not None)
     if program.transport == "nccl" and (program.shares or program.ownership):
         # gloo in NCCL's place exchanges slices of one size alone, where they lie by columns
         program = replace(program, node_size=None)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from tests.fuzz.model import FEATURES, ROWS_IN_BATCH, VOCABULARY, AllRanks, BadBatchError, FuzzNet
-from tests.fuzz.optimizers import free_of, make_optimizer
+from tests.fuzz.optimizers import free_of, make_optimizer, parts_of
 from tests.fuzz.program import (
     CUT_OFF,
     EVENTS,
@@ -114,7 +114,7 @@ class Sharded:
     def __init__(self, model: nn.Module, program: Program, path: str, trail: str = "") -> None:
         """`trail`: the folder in `path` to which a trail is written."""
         self.model, self.program, self.path = model, program, path
-        self.optimizer = make_optimizer(program, dict(model.named_parameters()))
+        self.optimizer = make_optimizer(program, model.parameters())
         self.engine = zs.shard(model, self.optimizer, **_options(program, model, path))
         self.waits = random.Random(program.seed)  # for what the host steps in the backward
         self.ema = zs.EMA(self.engine, DECAY) if program.averaged else None
@@ -449,6 +449,8 @@ def _options(program: Program, model: nn.Module, path: str) -> dict[str, Any]:
     for name in ("strict", "verify_every", "prefetch_bytes", "shares", "ownership"):
         if getattr(program, name) is not None:
             options[name] = getattr(program, name)
+    if parts := parts_of(program, dict(model.named_parameters())):
+        options["matrix_parts"] = parts
     is_unit = functools.partial(_is_unit, program)
     if program.units != "default" and any(
         is_unit(name, module) for name, module in model.named_modules()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.draw import LATER, PAIRS, draw
+from tests.fuzz.draw import GRAINS, LATER, PAIRS, draw
 from tests.fuzz.program import Layer, Micro, Program, Step, describe, repair
 from tests.fuzz.runner import command, report, run_program
 from tests.fuzz.shrink import shrink
@@ -42,6 +42,7 @@ def test_random_programs_train_to_the_bits_of_the_reference(first: int, tmp_path
         *range(QUICK, SLOW, CHUNK),
         *range(LATER + CHUNK, LATER + 600, CHUNK),
         *range(PAIRS, PAIRS + 6 * CHUNK, CHUNK),
+        *range(GRAINS, GRAINS + 6 * CHUNK, CHUNK),
     ],
 )
 def test_more_random_programs_train_to_the_bits_of_the_reference(
@@ -225,6 +226,8 @@ FOUND = {  # what later seeds found, shrunk where that was possible
         layers=(Layer(), Layer(kind="block")),
         steps=(Step(micros=(Micro(penalty="square"),), between=("alone forward",)),),
     ),
+    "parts of matrices on two tiers": draw(112049),
+    "blocks of a parameter on three ranks": draw(112024),
     "four ranks of one node": Program(
         13033,
         world=4,
@@ -244,10 +247,10 @@ def test_what_later_seeds_have_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_seed_draws_one_program_and_describes_it() -> None:
-    seeds = [*range(30), *range(LATER, LATER + 30), *range(PAIRS, PAIRS + 30)]
+    seeds = [first + at for first in (0, LATER, PAIRS, GRAINS) for at in range(30)]
     programs = [draw(seed) for seed in seeds]
     assert programs == [draw(seed) for seed in seeds]
-    assert len(set(programs)) == 90
+    assert len(set(programs)) == 120
     assert all(repair(program) == program for program in programs), "drawn programs are in order"
     assert command(programs[7]) == "python -m tests.fuzz 7"
     assert describe(Program(7)).splitlines()[0] == "Program(seed=7)"

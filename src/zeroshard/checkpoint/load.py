@@ -248,7 +248,9 @@ class StepLoader:
             is_whole = by_shape and is_apart(found)
             (apart if is_whole else state)[key] = found
         for kind in kinds:
-            key = kind.removeprefix(STATE)
+            key, every = kind.removeprefix(STATE), self._saved.pieces[name, kind]
+            if by_shape and not any(e.box or overlap((e.start, e.stop), span) for e in every):
+                continue  # other parts have one
             place = Span(part, owned.stride, piece.start, piece.stop)
             state[key] = self._saved.range(name, kind, place).to(here)
             if by_shape:

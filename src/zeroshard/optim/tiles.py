@@ -175,8 +175,10 @@ class TileStates:
             for key, value in state.items():
                 found.setdefault(key, []).append((span, value))
         for key, kept in found.items():
-            parts = [(span, value) for span, value in kept if overlap(span, here)] or kept
-            span, out[key] = parts[0]
+            parts = [(span, value) for span, value in kept if overlap(span, here)]
+            if not parts and self.by_shape[group]:
+                continue  # a small part may have other states than the rest
+            span, out[key] = (parts or kept)[0]
             if not is_apart(out[key]) or not self.by_shape[group]:
                 continue
             flags = self.cuts(shard, group).get(key)

@@ -217,7 +217,7 @@ class Facts:
     held: dict[str, Range] = field(default_factory=dict)
     # by segment: the elements that rest here in the new layout, of values and of other states
     wanted: dict[str, tuple[Range, Range]] = field(default_factory=dict)
-    # by segment: its states, the dtype of each, and the parameters that have one of the optimizer's
+    # by segment: its states, the dtype of each, and the parts that have one of the optimizer's
     states: dict[str, dict[str, tuple[str, list[str]]]] = field(default_factory=dict)
     # by parameter: ranges of it with the optimizer's states that are no moments, `_number` of each
     numbers: dict[str, list[tuple[Range, dict[str, Any]]]] = field(default_factory=dict)

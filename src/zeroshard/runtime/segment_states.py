@@ -75,7 +75,7 @@ class Row:
     span: Range
     state: State
     first: int = 0
-    of: str | None = None  # the parameter of an optimizer's state
+    of: ParamShard | None = None  # the shard of an optimizer's state
 
 
 class SegmentStates:
@@ -127,7 +127,7 @@ class SegmentStates:
             for key in states.moments(shard):
                 if kinds is None or f"{STATE}{key}" in kinds:
                     span = (stepped[0] + shard.start, stepped[0] + shard.stop)
-                    yield Row(f"{STATE}{key}", span, *states.at_rest(shard, key), shard.name)
+                    yield Row(f"{STATE}{key}", span, *states.at_rest(shard, key), shard)
 
     def pieces(
         self, kinds: Container[str] | None = None, *, share: bool = False
@@ -143,7 +143,7 @@ class SegmentStates:
         mine = flat.own_span if share or by_peers else flat.stepped
         of: dict[str | None, list[Row]] = {}
         for row in self.rows(kinds):
-            of.setdefault(row.of, []).append(row)
+            of.setdefault(None if row.of is None else row.of.name, []).append(row)
         for piece in flat.layout.pieces_in(mine):
             begin = mine[0] + piece.shard_start
             for row in (*of.get(None, ()), *of.get(piece.name, ())):
@@ -189,13 +189,11 @@ class SegmentStates:
                 sharded.states.entries(shard)[shard.tensor] = placed
 
     def found(self) -> dict[str, tuple[torch.dtype, set[str]]]:
-        """Return the kinds, the dtype of each, and the parameters that have one of the
-        optimizer's.
-        """
+        """Return the kinds, the dtype of each, and the parts that have one of the optimizer's."""
         out: dict[str, tuple[torch.dtype, set[str]]] = {}
         for row in self.rows():
             _, names = out.setdefault(row.kind, (row.state.dtype, set()))
-            names.update(() if row.of is None else [row.of])
+            names.update(() if row.of is None else [_part(row.of)])
         return out
 
     def read(self, kind: str, span: Range, dtype: torch.dtype) -> torch.Tensor:
@@ -211,9 +209,9 @@ class SegmentStates:
                     out[common[0] - span[0] : common[1] - span[0]].copy_(numbers)
         return out
 
-    def write(self, kind: str, numbers: torch.Tensor, parameters: Container[str]) -> None:
+    def write(self, kind: str, numbers: torch.Tensor, parts: Container[str]) -> None:
         """Let a state beside the values rest as `numbers` [what this rank steps] say, one of the
-        optimizer's for these `parameters` alone. Raises StorageError.
+        optimizer's for these `parts` alone. Raises StorageError.
         """
         if kind in self._averages:
             here = numbers.to(self.segment.flat.full.device, copy=True)
@@ -221,7 +219,7 @@ class SegmentStates:
             return
         assert self._sharded is not None, kind
         for tile in self._tiles:
-            shards = [shard for shard in tile.shards if shard.name in parameters]
+            shards = [shard for shard in tile.shards if _part(shard) in parts]
             if shards:
                 found = numbers[tile.start : tile.stop]
                 self._sharded.states.put(tile, kind.removeprefix(STATE), found, shards)
@@ -234,6 +232,11 @@ class SegmentStates:
             self.segment.close()
         elif kind not in self._averages and self._sharded is not None:
             self._sharded.states.drop(self._tiles, kind.removeprefix(STATE))
+
+
+def _part(shard: ParamShard) -> str:
+    """Return a name of what is stepped in a shape: parts of a parameter may have other states."""
+    return f"{shard.name}@{shard.piece.start}" if len(shard.shape) > 1 else shard.name
 
 
 def states_at_rest(

@@ -286,8 +286,8 @@ class StepTiles:
         self._tiles[index] = cut_tiles(segment, unit.cells, self._context, whole=self._whole)
         after = SegmentStates(segment, self._tiles[index], sharded)
         after.set_numbers(before.numbers())
-        for kind, (dtype, parameters) in before.found().items():
+        for kind, (dtype, parts) in before.found().items():
             if kind != VALUE:
                 numbers = before.read(kind, segment.flat.stepped, dtype)
                 before.drop(kind)
-                after.write(kind, numbers, parameters)
+                after.write(kind, numbers, parts)
