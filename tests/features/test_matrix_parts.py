@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
-from tests.support.training import plainly_trained
+from tests.support.training import plainly_trained, resumed
 from zeroshard.runtime import engine as engine_module
 from zeroshard.runtime.engine import states_of
 
@@ -135,10 +135,7 @@ def _train(
     in parts.
     """
     _, optimizers, engine = _shard(rule, row, **(options or {}))
-    begin = 0
-    if folder is not None and zs.latest_step(folder) is not None:
-        begin = zs.load(folder, engine).step
-    _steps(engine, optimizers, begin, steps)
+    _steps(engine, optimizers, resumed(folder, engine), steps)
     if folder is not None:
         zs.save(folder, engine, step=steps)
     pieces = [one for one in states_of(engine).stepped_pieces() if one.parameter.dim() > 1]

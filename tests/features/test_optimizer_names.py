@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from tests.support.harness import run_ranks
-from tests.support.training import leaf_loss, plainly_trained
+from tests.support.training import leaf_loss, plainly_trained, resumed
 from zeroshard.optim.copies import REFUSED, RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -86,8 +86,7 @@ def _train(
     options: Any = {"ownership": "whole"} if whole else {}
     engine = zs.shard(model, optimizer, leaves=LEAVES, units=[nn.Linear], **options)
     kind = engine.explain_optimizer().groups[0].kind
-    begin = zs.load(folder, engine).step if zs.latest_step(folder) is not None else 0
-    for step in range(begin, steps):
+    for step in range(resumed(folder, engine), steps):
         for leaf in engine.leaves(step):
             engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()

@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 from tests.fuzz.optimizers import Hybrid, Lamb
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import leaf_loss, plainly_trained, train
+from tests.support.training import leaf_loss, plainly_trained, resumed, train
 from zeroshard.optim.copies import unhooked_step
 
 FLAT_ROWS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
@@ -89,10 +89,8 @@ def _train(
     """
     model, optimizer = _make(rule)
     options: Any = {"units": [nn.Linear], "ownership": "whole", "comm": comm}
-    engine, begin = zs.shard(model, optimizer, policy=row, leaves=LEAVES, **options), 0
-    if folder is not None and zs.latest_step(folder) is not None:
-        begin = zs.load(folder, engine).step
-    for step in range(begin, steps):
+    engine = zs.shard(model, optimizer, policy=row, leaves=LEAVES, **options)
+    for step in range(resumed(folder, engine), steps):
         for leaf in engine.leaves(step):
             engine.backward(leaf_loss(model, step, leaf))
         optimizer.step()

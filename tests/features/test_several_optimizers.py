@@ -19,7 +19,7 @@ import zeroshard as zs
 from tests.features.test_whole_states import Odd
 from tests.fuzz.optimizers import Lamb
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import plainly_trained
+from tests.support.training import plainly_trained, resumed
 from zeroshard import deepspeed
 from zeroshard.deepspeed import optimizers
 
@@ -131,11 +131,9 @@ def _train(
     optimizers = MAKE[kind](model)
     options: Any = {"ownership": "whole" if kind in WHOLE else None} | (given or {})
     engine = zs.shard(model, optimizers, policy=row, leaves=LEAVES, units=[nn.Linear], **options)
-    schedulers, begin = _schedulers(optimizers), 0
+    schedulers = _schedulers(optimizers)
     states = {f"scheduler {index}": one for index, one in enumerate(schedulers)}
-    if folder is not None and zs.latest_step(folder) is not None:
-        begin = zs.load(folder, engine, states=states).step
-    for step in range(begin, steps):
+    for step in range(resumed(folder, engine, states=states), steps):
         for leaf in engine.leaves(step):
             engine.backward(model(_batch(step)[leaf : leaf + 1]))
         engine.clip_grad_norm_(CLIP)

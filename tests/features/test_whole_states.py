@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import zeroshard as zs
 from tests.features.test_elastic import kept_at, servers
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.training import leaf_loss, plainly_trained
+from tests.support.training import leaf_loss, plainly_trained, resumed
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.steps import summarize
 from zeroshard.comm.groups import HandOver
@@ -276,10 +276,7 @@ def _train(
 ) -> list[torch.Tensor]:
     """Train from what `folder` holds, and save there; return all weights."""
     model, optimizer, engine = _shard(rule, row, comm=comm)
-    begin = 0
-    if folder is not None and zs.latest_step(folder) is not None:
-        begin = zs.load(folder, engine).step
-    _steps(model, optimizer, engine, begin, steps)
+    _steps(model, optimizer, engine, resumed(folder, engine), steps)
     if folder is not None:
         zs.save(folder, engine, step=steps)
     full = _weights(engine)
@@ -615,10 +612,7 @@ def _count(
     optimizer.counts = counts
     options: Any = {"units": [nn.Linear], "leaves": LEAVES, "ownership": ownership}
     engine = zs.shard(model, optimizer, **options)
-    begin = 0
-    if zs.latest_step(folder) is not None:
-        begin = zs.load(folder, engine).step
-    _steps(model, optimizer, engine, begin, steps)
+    _steps(model, optimizer, engine, resumed(folder, engine), steps)
     zs.save(folder, engine, step=steps)
     full = _weights(engine)
     engine.close()

@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,13 @@ def leaf_loss(
     rows = torch.randn(leaves, width, generator=torch.Generator().manual_seed(step))
     loss: torch.Tensor = model(rows[leaf : leaf + 1]).square().mean()
     return loss
+
+
+def resumed(folder: Path | None, engine: zs.Engine, **options: Any) -> int:
+    """Return the step of `folder` that was loaded into `engine`, 0 where there is none."""
+    if folder is None or zs.latest_step(folder) is None:
+        return 0
+    return zs.load(folder, engine, **options).step
 
 
 def has_parameters(name: str, module: nn.Module) -> bool:

@@ -31,7 +31,28 @@ _REFUSED = {  # by types in lower case
 }  # fmt: skip
 
 
-class Lion(torch.optim.Optimizer):
+class _ByParameter(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        """Step one parameter."""
+        raise NotImplementedError
+
+
+class Lion(_ByParameter):
     """Lion (Chen et al., 2023, algorithm 2): the sign of an average of momentum and gradient."""
 
     def __init__(
@@ -43,27 +64,24 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                (beta1, beta2), rate = group["betas"], group["lr"]
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                parameter.mul_(1 - rate * group["weight_decay"])
-                direction = (average * beta1).add_(grad, alpha=1 - beta1).sign_()
-                parameter.add_(direction, alpha=-rate)
-                average.mul_(beta2).add_(grad, alpha=1 - beta2)
-        return loss
+    def update(
+        self,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average = state["exp_avg"]
+        parameter.mul_(1 - rate * group["weight_decay"])
+        direction = (average * beta1).add_(grad, alpha=1 - beta1).sign_()
+        parameter.add_(direction, alpha=-rate)
+        average.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
-class FusedLamb(torch.optim.Optimizer):
+class FusedLamb(_ByParameter):
     """LAMB (You et al., 2019, algorithm 2) with the arithmetic of DeepSpeed's kernel: the averages'
     bias is corrected in the rate, as in Adam's paper, and the ratio of the norms of weights and
     update is held between `min_coeff` and `max_coeff`.
@@ -89,36 +107,33 @@ class FusedLamb(torch.optim.Optimizer):
             raise TypeError(f"FusedLamb has no option {min(unknown)!r}")
         super().__init__(params, defaults | options)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                (beta1, beta2), rate = group["betas"], group["lr"]
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                average, squares = state["exp_avg"], state["exp_avg_sq"]
-                average.mul_(beta1).add_(grad, alpha=1 - beta1)
-                squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                if group["eps_inside_sqrt"]:
-                    scale = (squares + group["eps"]).sqrt_()
-                else:
-                    scale = squares.sqrt().add_(group["eps"])
-                update = (average / scale).add_(parameter, alpha=group["weight_decay"])
-                size, change = parameter.norm(), update.norm()
-                ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
-                ratio = torch.where((size != 0) & (change != 0), ratio, 1.0)
-                if group["bias_correction"]:
-                    rate = rate * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
-                parameter.sub_(update.mul_(ratio * rate))
-        return loss
+    def update(
+        self,
+        parameter: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        average, squares = state["exp_avg"], state["exp_avg_sq"]
+        average.mul_(beta1).add_(grad, alpha=1 - beta1)
+        squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if group["eps_inside_sqrt"]:
+            scale = (squares + group["eps"]).sqrt_()
+        else:
+            scale = squares.sqrt().add_(group["eps"])
+        update = (average / scale).add_(parameter, alpha=group["weight_decay"])
+        size, change = parameter.norm(), update.norm()
+        ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((size != 0) & (change != 0), ratio, 1.0)
+        if group["bias_correction"]:
+            rate = rate * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+        parameter.sub_(update.mul_(ratio * rate))
 
 
 def _adam(params: Any, mode: str, **options: Any) -> torch.optim.Optimizer:
