@@ -226,7 +226,7 @@ def test_what_is_asked_of_a_replay_is_read_as_it_was_written_and_cuts_as_the_ran
     assert list(again.cut("master", "a", 64, 300)) == [(64, 128, [0]), (128, 300, [1])]
     assert list(again.cut("sum", "a", 64, 300)) == [(64, 300, [0])]
     assert list(again.cut("master", "c", 0, 5)) == [(0, 5, [])]
-    assert (again.first("a"), again.first("b"), again.first("c")) == ([0], [1], [])
+    assert (again.holders("a", 0), again.holders("b", 0), again.holders("c", 0)) == ([0], [1], [])
 
 
 def test_a_backward_is_told_after_the_gradients_of_its_own_unit() -> None:
