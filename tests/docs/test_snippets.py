@@ -117,13 +117,15 @@ def _stand_ins(text: str) -> dict[str, ModuleType]:
 
 def _run(rank: int, world_size: int, text: str, folder: str) -> None:
     before, modules = Path.cwd(), dict(sys.modules)
+    others = open_engines()  # tests before may have left some, on one rank or on both
     os.chdir(folder)
     stand_ins = _stand_ins(text)
     sys.modules.update(stand_ins)
     try:
         exec(compile(text, "snippet", "exec"), _namespace(text))
         for engine in open_engines():
-            engine.close()
+            if engine not in others:
+                engine.close()
     finally:
         os.chdir(before)
         for name in stand_ins:
