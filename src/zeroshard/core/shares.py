@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -116,10 +117,14 @@ class WholeParameters:
     blocks: frozenset[str] = frozenset()
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
+    @cached_property
+    def rows(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each of the `parts`, by name."""
+        return dict(self.parts)
+
     def shapes(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the shapes in which a parameter is stepped, one after another."""
-        all_rows = next((rows for part_of, rows in self.parts if part_of == name), ())
-        is_stack = len(shape) > 2
+        all_rows, is_stack = self.rows.get(name, ()), len(shape) > 2
         parts = [shape[1:] if rows == 1 and is_stack else (rows, *shape[1:]) for rows in all_rows]
         return parts or [shape]
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.deepspeed.answers import as_config_error, attribute, call, torch_class
@@ -31,6 +31,9 @@ _REFUSED = {  # by types in lower case
 }  # fmt: skip
 
 
+_Values = dict[str, Any]
+
+
 class _ByParameter(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -41,13 +44,7 @@ class _ByParameter(torch.optim.Optimizer):
                     self.update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, Any],
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, state: _Values, group: _Values) -> None:
         """Step one parameter."""
         raise NotImplementedError
 
@@ -64,13 +61,7 @@ class Lion(_ByParameter):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, Any],
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, state: _Values, group: _Values) -> None:
         (beta1, beta2), rate = group["betas"], group["lr"]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -107,13 +98,7 @@ class FusedLamb(_ByParameter):
             raise TypeError(f"FusedLamb has no option {min(unknown)!r}")
         super().__init__(params, defaults | options)
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, Any],
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, state: _Values, group: _Values) -> None:
         (beta1, beta2), rate = group["betas"], group["lr"]
         if not state:
             state["step"] = 0

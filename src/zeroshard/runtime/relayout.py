@@ -397,10 +397,9 @@ class Move:
                             del self._sharded.states.of(shard)[name], state[name]
                 kinds = [kind for each in apart.values() for kind in each["tensors"]]
                 sizes = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, _ in kinds]
-                out = torch.empty(sum(sizes) if takes[here] else 0, dtype=torch.uint8)
-                given, taken = (
-                    [(0, sum(sizes) * one) for one in ranks] for ranks in (gives, takes)
-                )
+                total = sum(sizes)
+                out = torch.empty(total * takes[here], dtype=torch.uint8)
+                given, taken = ([(0, total * one) for one in ranks] for ranks in (gives, takes))
                 self._hand_over.move(given, taken, torch.cat(mine) if mine else out[:0], out)
                 blocks = iter(torch.split(out, sizes) if takes[here] else ())
                 for name, each in apart.items() if takes[here] else ():

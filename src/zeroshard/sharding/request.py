@@ -169,12 +169,13 @@ def _model_report(
 ) -> dict[str, str]:
     """Return what of the model must be equal on all of its ranks, in order of importance."""
     report: dict[str, str] = {}
-    names, parts = dict[int, str](), dict(owned.parts)
+    names: dict[int, str] = {}
     for name, parameter in named_parameters_once(model).items():
         names[id(parameter)] = name
         dtype = dtype_name(dtypes.of[id(parameter)])
         kind = "trained" if parameter.requires_grad else "frozen"
-        rows, ways = parts.get(name), (("cut", owned.cut), ("cut between blocks", owned.blocks))
+        rows = owned.rows.get(name)
+        ways = (("cut", owned.cut), ("cut between blocks", owned.blocks))
         stepped = [f"in parts {rows}"] if rows else [how for how, of in ways if name in of]
         told = f"{whole_shape(parameter)} {dtype} {kind}"
         report[f"parameter {name}"] = ", ".join([told, *stepped])
